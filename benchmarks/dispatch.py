@@ -117,7 +117,7 @@ def _pairs(sharded: nn.Module, plain: nn.Module) -> dict[str, Pair]:
     of_composer = OptimizerMonitor.batch_end
     for kind in _optimizers():
         own, other, untouched = kind(sharded.parameters()), kind(plain.parameters()), kind(sharded.parameters())
-        optimizers.update_own_parts(own)
+        optimizers.update_local_shards(own)
         pairs[kind.__name__] = Pair(own.step, other.step)
         pairs[f"{kind.__name__}, without the shim"] = Pair(untouched.step, other.step, has_bar=False)
         if kind is DecoupledAdamW:

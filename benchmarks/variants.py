@@ -129,9 +129,9 @@ def _ours(model: Model, setting: Setting) -> Trainee:
     optimizer = _optimizer(model, setting)
     prepare_fully_shard(model, optimizer, setting.fsdp_config, setting.precision, setting.device)
     if setting.optimizer == "decoupled_adamw":
-        from composer_fsdp2.compat.optimizers import update_own_parts  # like the shim
+        from composer_fsdp2.compat.optimizers import update_local_shards  # as the shim does
 
-        update_own_parts(optimizer)
+        update_local_shards(optimizer)
     return _trainee(model, optimizer, setting, lambda max_norm: clip_grad_norm_(model, max_norm))
 
 

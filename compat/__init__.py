@@ -1,4 +1,4 @@
-"""Plug composer_fsdp2 into Composer and LLM Foundry: within ``fsdp2()``, FSDP1 configurations train on FSDP2."""
+"""Use composer_fsdp2 from Composer and LLM Foundry: within ``fsdp2()``, FSDP1 configurations train on FSDP2."""
 
 if __name__ != "composer_fsdp2.compat":
     raise ImportError(f"this package is composer_fsdp2.compat; it was imported as {__name__!r}")

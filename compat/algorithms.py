@@ -1,12 +1,12 @@
-"""Composer's algorithms on a model that is, or will be, sharded by ``fully_shard``: surgery, EMA and SAM.
+"""Composer's algorithms on a model sharded by ``fully_shard``, or before it is sharded: surgery, EMA and SAM.
 
 [Note: surgery] Most algorithms that replace modules run at ``Event.INIT``, before a Trainer shards its model. The
-optimizer has to follow, and the ranks have to draw the same new weights: Composer seeds each rank differently, and
-replicas (NO_SHARD, HYBRID_SHARD) exchange gradients, never weights. On a sharded model surgery is refused: parameters
-made there are in no unit, so no rank averages their gradients, and each rank would train its own.
+optimizer must be updated, and all ranks must draw the same new weights: Composer seeds each rank differently, and
+replicas (NO_SHARD, HYBRID_SHARD) all-reduce gradients, but not weights. On a sharded model, surgery is rejected: new
+parameters belong to no unit, so their gradients are not averaged, and the ranks would diverge.
 
-Each rank averages and moves its own shards. Under FSDP1 Composer gathered the full model for each update of EMA, and
-every rank kept full averages; SAM climbed by the norm of each rank's part of the gradient.
+EMA and SAM operate on each rank's own shards. With FSDP1, Composer gathered the full model for each update of EMA, and
+every rank stored full averages; SAM used the norm of each rank's local gradient.
 """
 
 import contextlib
@@ -35,19 +35,19 @@ from .seams import seam
 
 _DDP = "module."
 
-# Where algorithms may replace modules; at later events they change the batch, the loss or the optimizer.
-_OF_SURGERY = frozenset({Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD, Event.FIT_START})
+# Events at which algorithms may replace modules; at later events they change the batch, the loss or the optimizer.
+_SURGERY_EVENTS = frozenset({Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD, Event.FIT_START})
 
 
 @seam(
     "composer.core.engine",
     "Engine._run_algorithms",
-    why="surgery left replicas with weights of their own, and the optimizer with parameters that the model lost",
+    why="surgery made replicas diverge, and left the optimizer with parameters that are no longer in the model",
 )
 def run_algorithms(original: Callable[..., Any], self: Any, event: Event) -> Any:
-    """``Engine._run_algorithms``, see [Note: surgery]."""
+    """Replaces ``Engine._run_algorithms``; see [Note: surgery]."""
     state: State = self.state
-    if event not in _OF_SURGERY:
+    if event not in _SURGERY_EVENTS:
         return original(self, event)
     if not is_sharded(state.model):
         with _surgery(state):
@@ -63,10 +63,10 @@ def run_algorithms(original: Callable[..., Any], self: Any, event: Event) -> Any
 @seam(
     "composer.core.state",
     "State._apply_required_algorithms",
-    why="surgery that a checkpoint asks for was done on a sharded model: each rank trained its own new parameters",
+    why="surgery required by a checkpoint was done on a sharded model: each rank trained its own new parameters",
 )
 def apply_required_algorithms(original: Callable[..., Any], self: State, *args: Any, **kwargs: Any) -> None:
-    """``State._apply_required_algorithms``, see [Note: surgery]."""
+    """Replaces ``State._apply_required_algorithms``; see [Note: surgery]."""
     if not is_sharded(self.model):  # load_monolith_rank0_only
         with _surgery(self):
             original(self, *args, **kwargs)
@@ -76,7 +76,7 @@ def apply_required_algorithms(original: Callable[..., Any], self: State, *args: 
     error: ValueError | None = None
     try:
         original(self, *args, **kwargs)
-    except ValueError as raised:  # Composer's, of anything that an algorithm raised
+    except ValueError as raised:  # Composer raises it for any error of an algorithm
         error = raised
     if error is not None or _is_changed(self.model, parameters):
         added = [repr(each) for each in self.algorithms if each not in algorithms]
@@ -90,39 +90,40 @@ def apply_required_algorithms(original: Callable[..., Any], self: State, *args: 
 
 @contextlib.contextmanager
 def _surgery(state: State) -> Iterator[None]:
-    """Around algorithms that may replace modules before the model is sharded. Called on all ranks.
+    """A context for algorithms that may replace modules before the model is sharded. Called on all ranks.
 
-    They draw the same numbers on every rank; then the optimizer has the parameters that the model has.
+    All ranks draw the same random numbers; afterwards the optimizer is updated to the model's parameters.
     """
-    if state.fsdp_config is None:  # DDP broadcasts rank 0's weights, and Composer builds it after the surgery
+    if state.fsdp_config is None:  # DDP broadcasts rank 0's weights, and Composer creates it after surgery
         yield
         return
     before = list(state.model.parameters())
     with reproducibility.seed_context(state.rank_zero_seed):
         yield
-    _follow(state.optimizers, before, list(state.model.parameters()))
+    _update_optimizers(state.optimizers, before, list(state.model.parameters()))
 
 
-def _follow(
+def _update_optimizers(
     optimizers: Sequence[torch.optim.Optimizer], before: Sequence[nn.Parameter], after: Sequence[nn.Parameter]
 ) -> None:
-    """Take parameters that the model lost out of the optimizer, and add its new ones, as FSDP1 did."""
+    """Remove parameters from the optimizer that the model no longer has, and add new ones, as with FSDP1."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     present = {parameter for group in groups for parameter in group["params"]}
     lost = [each for each in before if each in present.difference(after)]
     new = [each for each in after if each not in present.union(before)]
-    if lost or (new and len(groups) == 1):  # of several groups, only the one that lost some is known
+    if lost or (new and len(groups) == 1):  # among several groups, only one that lost parameters can be chosen
         update_params_in_optimizer(old_params=lost, new_params=new, optimizers=optimizers)
 
 
 def _is_changed(model: nn.Module, before: set[nn.Parameter]) -> bool:
-    """Whether a sharded model has other parameters than before; those that a forward left all-gathered are freed."""
+    """Whether a sharded model has different parameters than before; first frees parameters that a forward left
+    gathered."""
     reshard(model)
     return before != set(model.parameters())
 
 
 def _refuse_late_norms(state: State, event: Event) -> None:
-    """Norms of low precision that are to be made after sharding: torch cannot copy a sharded weight into a new one."""
+    """Reject low-precision norms created after sharding: torch cannot copy a sharded weight into a new module."""
     norms = [each for each in state.algorithms if isinstance(each, LowPrecisionGroupNorm | LowPrecisionLayerNorm)]
     late = [type(each).__name__ for each in norms if each.apply_at is event]
     if late and state.precision in (Precision.AMP_FP16, Precision.AMP_BF16):
@@ -143,49 +144,49 @@ def _refuse(algorithms: Sequence[str], way_out: str, cause: Exception | None = N
     "EMAParameters.move_params_to_device",
     why="averages from a checkpoint are full: a resumed run ended with 'mixed torch.Tensor and DTensor'",
 )
-def with_averages_laid_out(
+def with_sharded_averages(
     original: Callable[..., Any], self: EMAParameters, model: nn.Module | None = None, **by_name: nn.Module
 ) -> Any:
-    """A method of ``EMAParameters`` that goes through a model's parameters."""
-    [model] = [model] if model is not None else by_name.values()  # one method calls it destination_model
-    _lay_out(self, model)
+    """Replaces methods of ``EMAParameters`` that iterate over a model's parameters."""
+    [model] = [model] if model is not None else by_name.values()  # one method names the argument destination_model
+    _shard_averages(self, model)
     return original(self, model)
 
 
 @seam(
     "composer.algorithms.ema.ema",
     "compute_ema",
-    why="averages from a checkpoint are full, and FSDP1's have other names, so that they were left alone",
+    why="averages from a checkpoint are full, and FSDP1's have other names, so they were not used",
 )
 def compute_ema(
     original: Callable[..., Any], model: nn.Module, ema_model: nn.Module | EMAParameters, smoothing: float = 0.99
 ) -> None:
-    """``composer.algorithms.ema.ema.compute_ema``."""
+    """Replaces ``composer.algorithms.ema.ema.compute_ema``."""
     if isinstance(ema_model, EMAParameters):
-        _lay_out(ema_model, model)
+        _shard_averages(ema_model, model)
     original(model, ema_model, smoothing)
 
 
-def _lay_out(ema: EMAParameters, model: nn.Module) -> None:
-    """Averages that were loaded are full, under the names of the run that saved them; a sharded model's are not.
+def _shard_averages(ema: EMAParameters, model: nn.Module) -> None:
+    """Shard loaded averages, which are full and have the names of the run that saved them, like the model.
 
     Does not communicate.
     """
     if not is_sharded(model):
         return
     reshard(model)
-    ema.named_parameters_dict = _laid_out(ema.named_parameters_dict, dict(model.named_parameters()))
-    ema.named_buffers_dict = _laid_out(ema.named_buffers_dict, dict(model.named_buffers()))
+    ema.named_parameters_dict = _sharded(ema.named_parameters_dict, dict(model.named_parameters()))
+    ema.named_buffers_dict = _sharded(ema.named_buffers_dict, dict(model.named_buffers()))
 
 
-def _laid_out(averages: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The averages under the names, and in the layout, of what is averaged."""
+def _sharded(averages: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The averages with the names and layouts of the model's tensors."""
     names = _names(averages, live)
-    return {names[saved]: _like(saved, average, live[names[saved]]) for saved, average in averages.items()}
+    return {names[saved]: _shard_like(saved, average, live[names[saved]]) for saved, average in averages.items()}
 
 
 def _names(averages: Iterable[str], live: Iterable[str]) -> dict[str, str]:
-    """The model's name for each one in a checkpoint, with or without wrappers of FSDP1, checkpointing or DDP."""
+    """Map each name in a checkpoint to the model's, ignoring prefixes of FSDP1, activation checkpointing and DDP."""
     own = {canonical(name): name for name in live}
     found = {name: own.get(canonical(name), own.get(canonical(name.removeprefix(_DDP)), "")) for name in averages}
     unknown = [name for name, of_model in found.items() if not of_model]
@@ -198,7 +199,7 @@ def _names(averages: Iterable[str], live: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _like(name: str, average: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+def _shard_like(name: str, average: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
     if isinstance(average, DTensor) or not isinstance(live, DTensor):
         return average
     if average.shape != live.shape:
@@ -217,7 +218,7 @@ def _like(name: str, average: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
     why="it would gather the full model for EMA, which averages shards here",
 )
 def get_model_context_manager(original: Callable[..., Any], model: nn.Module) -> AbstractContextManager[Any]:
-    """``get_model_context_manager`` of EMA, which averages shards here."""
+    """Replaces EMA's ``get_model_context_manager``: averages of shards need no full parameters."""
     context: AbstractContextManager[Any] = contextlib.nullcontext() if is_sharded(model) else original(model)
     return context
 
@@ -228,6 +229,6 @@ def get_model_context_manager(original: Callable[..., Any], model: nn.Module) ->
     why="torch cannot put norms of parameters on different meshes together: split layers, unsharded modules",
 )
 def grad_norm(original: Callable[..., torch.Tensor], self: SAMOptimizer) -> torch.Tensor:
-    """``SAMOptimizer._grad_norm``, of the full gradients. Called on all ranks."""
+    """Replaces ``SAMOptimizer._grad_norm``: the norm of full gradients. Called on all ranks."""
     parameters = [parameter for group in self.param_groups for parameter in group["params"]]
     return norm_of_gradients(parameters) if any(isinstance(each, DTensor) for each in parameters) else original(self)

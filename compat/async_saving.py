@@ -1,4 +1,4 @@
-"""``async_save``: training goes on while a copy of the state is written."""
+"""``async_save``: training continues while a copy of the state is written."""
 
 import copy
 import functools
@@ -23,13 +23,22 @@ from composer_fsdp2.sharding.agree import all_gather_object
 from composer_fsdp2.sharding.long_work import long_work
 from composer_fsdp2.training.control import ControlGroup, Operation, control_group
 
-from .pinned_copies import PinnedCopies, is_on_device, left_on_device
-from .saving import HOLDERS, sharded_state_dict, shards_in, tensors_in, write_full, write_sharded, writes_shards
+from .pinned_copies import PinnedCopies, is_on_device, keep_on_device
+from .saving import (
+    ENTRIES_WITH_SHARDS,
+    sharded_state_dict,
+    shards_in,
+    tensors_in,
+    write_full,
+    write_sharded,
+    writes_shards,
+)
 from .seams import seam
 
 
 class SavedState:
-    """A State as it was when its checkpoint was taken, with the file that is there by now (None: another rank's)."""
+    """A State at the time of its checkpoint, and the path of the file this rank has written; None if another rank
+    writes it."""
 
     def __init__(self, state: State, path: str | None) -> None:
         self._state, self.path = state, path
@@ -42,41 +51,42 @@ class SavedState:
 @seam(
     "composer.utils.checkpoint",
     "save_checkpoint",
-    why="a checkpoint that is written already is not written again, only linked, uploaded and counted",
+    why="a written checkpoint is not written again, only linked, uploaded and counted",
 )
 def save_checkpoint(original: Callable[..., Any], state: State | SavedState, *args: Any, **kwargs: Any) -> str | None:
-    """``composer.utils.checkpoint.save_checkpoint``: for what is written already, the file's name."""
+    """Replaces ``composer.utils.checkpoint.save_checkpoint``: for a written checkpoint, returns its file name."""
     if isinstance(state, SavedState):
         return state.path
     if _pending is not None:
-        _pending.thread.join()  # a planner that the user gave may serve one save at a time
+        _pending.thread.join()  # a user's planner may support one save at a time only
     path: str | None = original(state, *args, **kwargs)
     return path
 
 
-def start(saver: CheckpointSaver, state: State, filename: str, account_for: Callable[[SavedState], None]) -> None:
-    """Take a copy of the state and begin to write it. Called on all ranks."""
+def start(saver: CheckpointSaver, state: State, filename: str, finish_save: Callable[[SavedState], None]) -> None:
+    """Copy the state and start to write it. Called on all ranks."""
     global _pending
-    connected = control_group()  # while all are here
+    connected = control_group()  # while all ranks are here
     group = _writing_group(state)
-    with left_on_device(state.model):
+    with keep_on_device(state.model):
         state_dict = sharded_state_dict(state, saver.weights_only, saver.ignore_keys)
     if (weights := state_dict["state"].get("model")) is not None:
-        state_dict["state"]["model"] = dict(weights)  # as Composer's own copy to the host would leave it
-    state_dict = _copied(state, state_dict)
-    path, write, publish = _writing(state, state_dict, filename, group)
-    _pending = _Pending(saver, connected, write, publish, functools.partial(account_for, SavedState(state, path)))
+        state_dict["state"]["model"] = dict(weights)  # the type that Composer's own copy to the host returns
+    state_dict = _copy(state, state_dict)
+    path, write, publish = _writer_of(state, state_dict, filename, group)
+    _pending = _Pending(saver, connected, write, publish, functools.partial(finish_save, SavedState(state, path)))
     _pending.start()
 
 
-def _writing(
+def _writer_of(
     state: State, state_dict: dict[str, Any], filename: str, group: dist.ProcessGroup | None
 ) -> tuple[str | None, Callable[[], None], Callable[[], None]]:
-    """This rank's file, if it has one, how it is written, and how it is made known once all are written."""
-    if state.fsdp_sharded_state_dict_enabled:  # a link makes the folder known
+    """This rank's file, or None; a function that writes it; and a function that renames it after all ranks have
+    written."""
+    if state.fsdp_sharded_state_dict_enabled:  # the folder is published by a link
         write = functools.partial(write_sharded, state, state_dict, filename, group)
         return filename if writes_shards(state) else None, write, lambda: None
-    # Until it is linked, a run that starts again must not take its name for a conflict.
+    # A temporary name: a restarted run must not find a file with the final name and report a conflict.
     unpublished = os.path.join(os.path.dirname(filename), f".unpublished-{os.path.basename(filename)}")
     is_first = dist.get_rank() == 0
 
@@ -88,7 +98,7 @@ def _writing(
 
 
 def finish_pending() -> None:
-    """Wait for the checkpoint that is being written, if there is one. Called on all ranks."""
+    """Wait for the checkpoint being written, if any. Called on all ranks."""
     global _pending
     pending, _pending = _pending, None
     if pending is not None:
@@ -101,7 +111,7 @@ def finish_pending() -> None:
     why="async_save: links and errors follow once the checkpoint is written",
 )
 def batch_end(original: Callable[..., Any], self: CheckpointSaver, state: State, logger: Any) -> None:
-    """``CheckpointSaver.batch_end``: links and retention once all ranks have written; the writer's errors."""
+    """Replaces ``CheckpointSaver.batch_end``: links, retention and the writer's errors, once all ranks have written."""
     if _pending is not None and _pending.saver is self and _pending.is_done_everywhere():
         finish_pending()
     original(self, state, logger)
@@ -113,7 +123,7 @@ def batch_end(original: Callable[..., Any], self: CheckpointSaver, state: State,
     why="async_save: the last checkpoint is complete when fit returns",
 )
 def fit_end(original: Callable[..., Any], self: CheckpointSaver, state: State, logger: Any) -> None:
-    """``CheckpointSaver.fit_end``: the last checkpoint is complete when ``fit`` returns."""
+    """Replaces ``CheckpointSaver.fit_end``: the last checkpoint is complete when ``fit`` returns."""
     finish_pending()
     original(self, state, logger)
 
@@ -124,7 +134,7 @@ def fit_end(original: Callable[..., Any], self: CheckpointSaver, state: State, l
     why="async_save: a script that ends after it would lose the checkpoint",
 )
 def save_checkpoint_to_save_folder(original: Callable[..., Any], self: Any) -> None:
-    """``Trainer.save_checkpoint_to_save_folder``: who asks for a checkpoint has it when the call returns."""
+    """Replaces ``Trainer.save_checkpoint_to_save_folder``: the checkpoint is complete when the call returns."""
     original(self)
     finish_pending()
 
@@ -133,21 +143,21 @@ def save_checkpoint_to_save_folder(original: Callable[..., Any], self: Any) -> N
 # The copy
 
 
-def _copied(state: State, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A copy of the values in host memory, which training does not change; DTensors stay DTensors.
+def _copy(state: State, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A copy in host memory, which training does not modify; DTensors stay DTensors.
 
-    What lies on a device is copied to pinned memory, which every save of this process uses again.
+    Device tensors are copied to pinned memory, which all saves of this process reuse.
     """
     pinned = _pinned.of(tensor for tensor in tensors_in(state_dict) if is_on_device(tensor))
-    live = {_address(tensor) for tensor in _trained(state)}
-    for name in HOLDERS:
+    live = {_address(tensor) for tensor in _trained_tensors(state)}
+    for name in ENTRIES_WITH_SHARDS:
         live |= {_address(shard) for shard in shards_in(state_dict["state"].get(name))}
 
     def copied(value: Any, path: EntryPath) -> Any:
         if id(value) in pinned:
             return pinned[id(value)]
         if isinstance(value, DTensor) and _address(value) not in live and value.to_local().device.type == "cpu":
-            return value  # Composer copied it from the device; a second copy would need the memory twice
+            return value  # Composer already copied it from the device; another copy would double the memory
         if isinstance(value, torch.Tensor):
             return value.detach().to("cpu", copy=True)
         return copy.deepcopy(value)
@@ -156,8 +166,8 @@ def _copied(state: State, state_dict: dict[str, Any]) -> dict[str, Any]:
     return everything
 
 
-def _trained(state: State) -> Iterator[torch.Tensor]:
-    """Everything sharded that a step changes."""
+def _trained_tensors(state: State) -> Iterator[torch.Tensor]:
+    """All sharded tensors that a step modifies."""
     yield from state.model.parameters()
     yield from state.model.buffers()
     for optimizer in state.optimizers:
@@ -174,14 +184,14 @@ def _address(tensor: torch.Tensor) -> int:
 # The thread
 
 
-# A rank whose shards are written waits in torch's writer for those with more, for as long as the disk takes.
-_LONGEST_WRITE = timedelta(days=1)
+# A rank that has written its shards waits in torch's writer for the others, as long as the disk takes.
+_WRITE_TIMEOUT = timedelta(days=1)
 
 
 def _writing_group(state: State) -> dist.ProcessGroup | None:
-    """A group of the ranks that write, so that what the background thread sends never meets what training sends.
+    """A process group of the writing ranks for the background thread, separate from the collectives of training.
 
-    Made once for each run; None on a rank that does not write. Called on all ranks.
+    Created once per run; None on a rank that does not write. Called on all ranks.
     """
     writes = not state.fsdp_sharded_state_dict_enabled or writes_shards(state)
     return _gloo_group(
@@ -189,26 +199,26 @@ def _writing_group(state: State) -> dist.ProcessGroup | None:
     )
 
 
-@functools.lru_cache(maxsize=1)  # ranks of one job have one world
+@functools.lru_cache(maxsize=1)  # all ranks of a job have the same world
 def _gloo_group(world: Any, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    return new_group_of([ranks], "gloo", _LONGEST_WRITE)
+    return new_group_of([ranks], "gloo", _WRITE_TIMEOUT)
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A checkpoint that is being written.
+    """A checkpoint being written.
 
     Args:
-        write: Called in a thread of its own.
-        publish: Gives it its name; called once this rank has written.
-        account_for: Composer's second part; called once all ranks have published.
+        write: Called in a background thread.
+        publish: Renames the file; called once this rank has written.
+        finish_save: The second part of Composer's save; called once all ranks have published.
     """
 
     saver: CheckpointSaver
     control: ControlGroup
     write: Callable[[], None]
     publish: Callable[[], None]
-    account_for: Callable[[], None]
+    finish_save: Callable[[], None]
     thread: threading.Thread = field(init=False)
     error: str | None = None
 
@@ -217,10 +227,10 @@ class _Pending:
 
         def run() -> None:
             if device is not None:
-                torch.cuda.set_device(device)  # a new thread is on GPU 0, where torch's writer would open a stream
+                torch.cuda.set_device(device)  # a new thread uses GPU 0, on which torch's writer would open a stream
             self._attempt(self.write)
 
-        # A daemon: a run that ends in an error must not wait for ranks that are gone.
+        # A daemon thread: a failed run must not wait for ranks that have exited.
         self.thread = threading.Thread(target=run, name="async_save", daemon=True)
         self.thread.start()
 
@@ -228,28 +238,29 @@ class _Pending:
         try:
             work()
         except BaseException as error:  # torch's CheckpointException is not an Exception
-            self.error = _words(error)
+            self.error = _error_text(error)
 
     def is_done_everywhere(self) -> bool:
-        """Called on all ranks, after each batch."""
+        """Called on all ranks after each batch; one all-reduce over sockets."""
         [is_one_alive] = self.control.all_reduce_max(_OPERATION, "the end of a batch", [int(self.thread.is_alive())])
         return not is_one_alive
 
     def finish(self) -> None:
-        """Wait for it, give it its name, and do what Composer does after a save. Called on all ranks.
+        """Wait for the writer, publish the file, and finish Composer's save. Called on all ranks.
 
         Raises:
-            CheckpointError: on all of them, if one failed.
+            CheckpointError: on all ranks, if writing failed on one.
         """
         long_work(self._complete, "writing a checkpoint")
-        # Most ranks report the same error.
-        failed = dict.fromkeys(error for error in all_gather_object(self.error) if error is not None)
+        failed = dict.fromkeys(
+            error for error in all_gather_object(self.error) if error is not None
+        )  # most errors name all ranks
         if failed:
             raise CheckpointError(
                 "async_save could not write a checkpoint; the one before it is still the latest:\n  "
                 + "\n  ".join(failed)
             )
-        self.account_for()
+        self.finish_save()
 
     def _complete(self) -> None:
         self.thread.join()
@@ -264,12 +275,12 @@ _OPERATION = Operation(
 )
 
 
-def _words(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):  # its own words are the stacks of all ranks
-        return "\n  ".join(f"rank {rank}: {_words(cause)}" for rank, (cause, _) in error.failures.items())
+def _error_text(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):  # its message contains the stack traces of all ranks
+        return "\n  ".join(f"rank {rank}: {_error_text(cause)}" for rank, (cause, _) in error.failures.items())
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
-# Of this process: one writer at a time, because its groups and its memory are one.
+# Per process: only one writer at a time, because its process group and its memory are shared.
 _pending: _Pending | None = None
 _pinned = PinnedCopies()

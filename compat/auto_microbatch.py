@@ -1,10 +1,10 @@
 """``device_train_microbatch_size: auto`` (and an evaluator's) for a model sharded by ``fully_shard``.
 
-Composer halves the microbatch and repeats the batch where a rank is out of memory; its hooks know FSDP1's modules only.
-Here ranks vote ([Note: votes] in ``training/out_of_memory.py``), and everything that the batch changed is as before it.
+Composer halves the microbatch and repeats the batch if a rank runs out of memory; its hooks support only FSDP1 modules.
+Here ranks vote ([Note: votes] in ``training/out_of_memory.py``), and everything that the batch changed is restored.
 
-A batch cannot be repeated any more once its gradients are clipped or stepped with (``_Recovery.is_committed``): a rank
-that is out of memory there raises at once, and the others end with it.
+A batch cannot be repeated after its gradients are clipped or used in a step (``_Recovery.is_committed``). A rank that
+runs out of memory there raises at once, and the other ranks exit with it.
 """
 
 import copy
@@ -35,17 +35,17 @@ from composer_fsdp2.training.out_of_memory import (
     reset,
 )
 
-from .outside_forward import parameters_at_hand
+from .outside_forward import allow_full_parameters
 from .seams import seam
 
 log = logging.getLogger(__name__)
 
-# After so many batches in a row without an error votes end, as Composer's hooks did.
+# Votes end after this number of consecutive batches without an error, as Composer's hooks do.
 _CLEAN_BATCHES = 3
 
 
 class _Recovery:
-    """What lets one run repeat a batch: its votes, and where in a batch it is."""
+    """The state that lets a run repeat a batch: its votes, and the progress within a batch."""
 
     def __init__(self, state: State, timeout: timedelta) -> None:
         self.votes = OutOfMemoryVote(state.model, timeout)
@@ -54,14 +54,14 @@ class _Recovery:
         self._num_clean = 0
 
     def begin_batch(self, model: torch.nn.Module, metrics: Mapping[str, Metric]) -> Callable[[], None] | None:
-        """How to go back where a rank is out of memory; None, and nothing copied, once votes have ended."""
+        """Start votes and return a function that restores the state; None, without a copy, once votes have ended."""
         if self._num_clean >= _CLEAN_BATCHES:
             return None
         self.votes.start()
         return _snapshot(model, metrics)
 
     def commit(self) -> None:
-        """Vote, once in a batch: the ranks communicate about its gradients next, and it cannot be repeated any more."""
+        """Vote once per batch: gradients are communicated next, after which the batch cannot be repeated."""
         if self.votes.is_on and not self.is_committed:
             self.votes.check("the end of the last microbatch")
         self.is_committed = True
@@ -71,18 +71,18 @@ class _Recovery:
         if self._num_clean >= _CLEAN_BATCHES:
             self.votes.stop()
 
-    def expect_more(self) -> None:
-        """Memory may be used in another way from here on."""
+    def restart_count(self) -> None:
+        """Called when memory use may change."""
         self._num_clean = 0
 
 
-# By model: its Trainer's dist_timeout; and its recovery, once it was needed.
+# By model: the Trainer's dist_timeout, and the recovery once it is needed.
 _timeouts: WeakKeyDictionary[torch.nn.Module, timedelta] = WeakKeyDictionary()
 _recoveries: WeakKeyDictionary[torch.nn.Module, _Recovery] = WeakKeyDictionary()
 
 
 def _recovery_of(state: State) -> _Recovery:
-    """Called on all ranks; the first time makes a process group."""
+    """Called on all ranks; the first call creates a process group."""
     if state.model not in _recoveries:
         _recoveries[state.model] = _Recovery(state, _timeouts.get(state.model, DEFAULT_TIMEOUT))
     return _recoveries[state.model]
@@ -90,19 +90,19 @@ def _recovery_of(state: State) -> _Recovery:
 
 @seam("composer.trainer.trainer", "Trainer.__init__", why="device_train_microbatch_size 'auto' was refused with FSDP2")
 def init_trainer(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
-    """``Trainer.__init__``, which refuses 'auto' with FSDP2: there it begins as with None, which is the same size."""
+    """Replaces ``Trainer.__init__``, which rejects 'auto' with FSDP2; None starts with the same microbatch size."""
     bound = inspect.signature(original).bind(self, *args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
-    is_ours = given["device_train_microbatch_size"] == "auto" and _will_be_sharded(given["parallelism_config"])
-    if is_ours:
+    is_auto = given["device_train_microbatch_size"] == "auto" and _will_be_sharded(given["parallelism_config"])
+    if is_auto:
         _refuse_as_composer(given)
         given["device_train_microbatch_size"] = None
     original(*bound.args, **bound.kwargs)
     if is_sharded(self.state.model):
         _timeouts[self.state.model] = timedelta(seconds=given["dist_timeout"])
         _recoveries.pop(self.state.model, None)
-    if is_ours:
+    if is_auto:
         self.state.auto_microbatching = True
 
 
@@ -113,7 +113,7 @@ def _will_be_sharded(config: Any) -> bool:
 
 
 def _refuse_as_composer(given: Mapping[str, Any]) -> None:
-    """Raise what ``Trainer.__init__`` raises where 'auto' is not possible."""
+    """Raise the errors of ``Trainer.__init__`` where 'auto' is not possible."""
     device = given["device"]
     composer_trainer._is_auto_microbatching("auto", device if isinstance(device, Device) else get_device(device))
     if given["profiler"] is not None:
@@ -127,10 +127,11 @@ def _refuse_as_composer(given: Mapping[str, Any]) -> None:
     "Trainer.fit",
     "Trainer.eval",
     "Trainer.predict",
-    why="after an error that a script caught, gradients that had not been communicated were trained on next",
+    why="after an error that a script caught, the next step used gradients that were not communicated",
 )
 def run(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Trainer.fit``, ``eval`` and ``predict``: an error that a script catches leaves the model as between batches."""
+    """Replaces ``Trainer.fit``, ``eval`` and ``predict``: after an error that a script catches, the model is as between
+    batches."""
     try:
         return original(self, *args, **kwargs)
     except BaseException:
@@ -144,10 +145,10 @@ def run(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> A
 @seam(
     "composer.trainer.trainer",
     "Trainer._train_batch",
-    why="with 'auto', a rank out of memory left the others waiting, and the model in the midst of a forward",
+    why="with 'auto', a rank out of memory made the others hang, and left the model within a forward",
 )
 def _train_batch(original: Callable[..., Any], self: Any, use_grad_scaling: bool) -> dict[str, torch.Tensor]:
-    """``Trainer._train_batch``: without Composer's own retries inside, and with ours around it."""
+    """Replaces ``Trainer._train_batch``: disables Composer's retries, and repeats the batch here."""
     state: State = self.state
     if not state.auto_microbatching or not is_sharded(state.model):
         losses: dict[str, torch.Tensor] = original(self, use_grad_scaling)
@@ -160,16 +161,16 @@ def _train_until_it_fits(
 ) -> dict[str, torch.Tensor]:
     state: State = trainer.state
     batch, first_size, retries = state.batch, state.device_train_microbatch_size, trainer.cumulative_alloc_retries
-    go_back = recovery.begin_batch(state.model, state.train_metrics or {})
+    restore_batch = recovery.begin_batch(state.model, state.train_metrics or {})
     results: list[dict[str, torch.Tensor]] = []
 
     def run() -> None:
         try:
             results.append(attempt())
         except RuntimeError as error:
-            if (go_back is None or recovery.is_committed) and is_out_of_memory(error):
-                # No vote: the others may be in a collective without one, which would not end.
-                why = _WITHOUT_VOTES if go_back is None else _TOO_LATE
+            if (restore_batch is None or recovery.is_committed) and is_out_of_memory(error):
+                # No vote: the other ranks may be in a collective without a vote, and would hang.
+                why = _WITHOUT_VOTES if restore_batch is None else _TOO_LATE
                 raise RuntimeError(why.format(key="train", size=state.device_train_microbatch_size)) from error
             raise
 
@@ -179,11 +180,11 @@ def _train_until_it_fits(
             is_done = recovery.votes.succeeded(run)
         if is_done:
             break
-        assert go_back is not None, "raised above"
+        assert restore_batch is not None, "raised above"
         composer_trainer._adjust_device_train_microbatch_size(state)
-        go_back()
+        restore_batch()
         state.batch = batch
-        recovery.expect_more()
+        recovery.restart_count()
     if first_size == state.device_train_microbatch_size:
         recovery.note_clean()
         _watch_thrashing(trainer, recovery, retries)
@@ -203,7 +204,7 @@ _WITHOUT_VOTES = (
 def _without_composer_retries(state: State, recovery: _Recovery) -> Iterator[None]:
     global _training
     state.auto_microbatching, recovery.is_training, _training = False, True, recovery
-    scaler = state.scaler  # of fp16: it asks all ranks for overflows before the event that ends a batch
+    scaler = state.scaler  # fp16: all-reduces overflows before the event that ends a batch
     try:
         with nullcontext() if scaler is None else after_unscaling(scaler, recovery.commit):
             yield
@@ -212,9 +213,9 @@ def _without_composer_retries(state: State, recovery: _Recovery) -> Iterator[Non
 
 
 def _watch_thrashing(trainer: Any, recovery: _Recovery, retries_before: int) -> None:
-    """Halve the next batch's microbatch where the allocator had to free and try again in two batches in a row.
+    """Halve the next microbatch if the allocator freed memory and retried in two consecutive batches.
 
-    Composer repeats the batch then, which the optimizer has stepped for already.
+    Composer instead repeats the batch, although the optimizer has already stepped.
     """
     if not _has_allocator():
         return
@@ -222,7 +223,7 @@ def _watch_thrashing(trainer: Any, recovery: _Recovery, retries_before: int) -> 
     count = composer_trainer._update_num_consecutive_thrashes(state, trainer.num_consecutive_thrashes, retries_before)
     trainer.num_consecutive_thrashes = count
     if count >= 2 and state.device_train_microbatch_size > 1:
-        # Not Composer's function for it, which clears the gradients and the loss that callbacks read next.
+        # Not Composer's function, which clears the gradients and the loss that callbacks read next.
         state.device_train_microbatch_size = max(state.device_train_microbatch_size // 2, 1)
         log.warning(
             "the allocator freed its memory and tried again in two batches in a row; from the next batch on "
@@ -230,7 +231,7 @@ def _watch_thrashing(trainer: Any, recovery: _Recovery, retries_before: int) -> 
             state.device_train_microbatch_size,
         )
         trainer.num_consecutive_thrashes = 0
-        recovery.expect_more()
+        recovery.restart_count()
 
 
 def _has_allocator() -> bool:
@@ -238,7 +239,7 @@ def _has_allocator() -> bool:
 
 
 def after_event(state: State, event: Event) -> None:
-    """Votes that no collective of the model makes. Called on all ranks after each event."""
+    """Votes outside of the model's collectives. Called on all ranks after each event."""
     recovery = _recoveries.get(state.model)
     if recovery is None:
         return
@@ -252,7 +253,7 @@ def after_event(state: State, event: Event) -> None:
 
 
 def before_event(state: State, event: Event) -> None:
-    """The last vote of a batch: algorithms clip next, and then the optimizer steps."""
+    """The last vote of a batch, before algorithms clip and the optimizer steps."""
     recovery = _recoveries.get(state.model)
     if recovery is not None and recovery.is_training and event is Event.AFTER_TRAIN_BATCH:
         recovery.commit()
@@ -260,7 +261,7 @@ def before_event(state: State, event: Event) -> None:
 
 @dataclass(slots=True)
 class _Evaluation:
-    """One evaluation with device_eval_microbatch_size 'auto'."""
+    """An evaluation with device_eval_microbatch_size 'auto'."""
 
     state: State
     recovery: _Recovery
@@ -268,21 +269,21 @@ class _Evaluation:
     metrics: dict[str, Any]
     restore: Callable[[], None] | None = None
     is_in_batch: bool = False
-    is_known: bool = False
+    found_out_of_memory: bool = False
 
     def begin_batch(self) -> None:
         self.restore = self.recovery.begin_batch(self.state.model, self.metrics)
-        self.is_in_batch, self.is_known = True, False
+        self.is_in_batch, self.found_out_of_memory = True, False
 
     def end_batch(self) -> None:
         self.restore, self.is_in_batch = None, False
         self.recovery.note_clean()
 
     def note(self, error: BaseException) -> bool:
-        """Whether the error is one to repeat the batch for; tells the others.
+        """Whether to repeat the batch after this error; notifies the other ranks.
 
         Raises:
-            RuntimeError: it was, and the votes have ended.
+            RuntimeError: out of memory after the votes have ended.
         """
         if not is_out_of_memory(error):
             return False
@@ -291,30 +292,30 @@ class _Evaluation:
             raise RuntimeError(_WITHOUT_VOTES.format(key="eval", size=size)) from error
         if not isinstance(error, PeerOutOfMemoryError):
             self.recovery.votes.report()
-        self.is_known = True
+        self.found_out_of_memory = True
         return True
 
-    def sum_up(self, found: torch.Tensor) -> None:
-        """Composer's sum over ranks of who was out of memory, as a vote: who failed has cast it already."""
-        if not self.is_known:
+    def vote_into(self, found: torch.Tensor) -> None:
+        """Replace Composer's all-reduce of out-of-memory flags by a vote; a rank that failed has already voted."""
+        if not self.found_out_of_memory:
             try:
                 self.recovery.votes.check("the end of the batch")
             except PeerOutOfMemoryError:
-                self.is_known = True
-        found.fill_(int(self.is_known))
+                self.found_out_of_memory = True
+        found.fill_(int(self.found_out_of_memory))
 
-    def go_back(self) -> None:
-        """Return to the state before the batch."""
+    def restore_batch(self) -> None:
+        """Restore the state before the batch."""
         assert self.restore is not None, "noted"
         reset(self.state.model)
         self.restore()
-        self.is_known = False
-        self.recovery.expect_more()
+        self.found_out_of_memory = False
+        self.recovery.restart_count()
         self.recovery.votes.start()
 
 
 def _snapshot(model: torch.nn.Module, metrics: Mapping[str, Metric]) -> Callable[[], None]:
-    """A function that restores what a batch changes, ``metrics`` and those inside of them too."""
+    """A function that restores what a batch changes, including ``metrics`` and nested metrics."""
     restore_model = batch_snapshot(model)
     every = [metric for outer in metrics.values() for metric in outer.modules() if isinstance(metric, Metric)]
     before = [(metric, copy.deepcopy(_values(metric))) for metric in every]
@@ -329,29 +330,29 @@ def _snapshot(model: torch.nn.Module, metrics: Mapping[str, Metric]) -> Callable
 
 
 def _values(metric: Metric) -> dict[str, Any]:
-    """What updates change in a metric: its state, and what it keeps beside in attributes of its own."""
+    """The attributes that an update changes: a metric's state, and plain attributes beside it."""
     own = {name: value for name, value in vars(metric).items() if name[0] != "_" and isinstance(value, _PLAIN)}
     return {**own, **metric.metric_state, "_update_count": metric._update_count, "_computed": metric._computed}
 
 
 _PLAIN = (int, float, str, list, dict, set, torch.Tensor)
 
-# The one that this process is in. Not kept with its model: Composer's functions below are told of no model.
+# The evaluation in progress. A global, because Composer's functions below do not receive the model.
 _evaluation: _Evaluation | None = None
-# Of the batch that this process trains on.
+# The recovery of the batch in training.
 _training: _Recovery | None = None
 
 
 @seam(
     "composer.trainer.trainer",
     "Trainer._eval_loop",
-    why="with 'auto', a rank out of memory in an evaluation left the others waiting; metrics counted a batch twice",
+    why="with 'auto', a rank out of memory in an evaluation made the others hang; metrics counted a batch twice",
 )
 def _eval_loop(
     original: Callable[..., Any], self: Any, evaluator: Evaluator, metrics: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """``Trainer._eval_loop``."""
-    with parameters_at_hand(self):
+    """Replaces ``Trainer._eval_loop``."""
+    with allow_full_parameters(self):
         return _evaluate(original, self, evaluator, metrics, *args, **kwargs)
 
 
@@ -362,25 +363,25 @@ def _evaluate(
     if not is_sharded(self.state.model) or not (evaluator.auto_microbatching or self.state.auto_microbatching):
         return original(self, evaluator, metrics, *args, **kwargs)
     recovery = _recovery_of(self.state)
-    recovery.expect_more()
+    recovery.restart_count()
     if not evaluator.auto_microbatching:
         return original(self, evaluator, metrics, *args, **kwargs)
-    around, _evaluation = _evaluation, _Evaluation(self.state, recovery, evaluator, metrics)
+    outer, _evaluation = _evaluation, _Evaluation(self.state, recovery, evaluator, metrics)
     try:
         return original(self, evaluator, metrics, *args, **kwargs)
     finally:
-        _evaluation = around
+        _evaluation = outer
         recovery.votes.stop()
-        recovery.expect_more()  # training comes next
+        recovery.restart_count()  # training follows
 
 
 @seam(
     "composer.trainer.trainer",
     "_is_cuda_oom",
-    why="where Composer catches the error of one rank, the others must hear of it",
+    why="when Composer catches the error of one rank, the others must be notified",
 )
 def _is_cuda_oom(original: Callable[..., Any], error: RuntimeError) -> bool:
-    """``composer.trainer.trainer._is_cuda_oom``: where a rank's error is caught, the others must hear of it."""
+    """Replaces ``composer.trainer.trainer._is_cuda_oom``: notifies the other ranks of an error that is caught."""
     if _evaluation is not None:
         return _evaluation.note(error)
     return bool(original(error))
@@ -389,22 +390,23 @@ def _is_cuda_oom(original: Callable[..., Any], error: RuntimeError) -> bool:
 @seam(
     "composer.trainer.trainer",
     "_adjust_device_eval_microbatch_size",
-    why="the batch is evaluated again: metrics, buffers and random states as before it",
+    why="the batch is evaluated again, with metrics, buffers and RNG states as before",
 )
 def _adjust_device_eval_microbatch_size(original: Callable[..., Any], evaluator: Evaluator) -> None:
-    """``composer.trainer.trainer._adjust_device_eval_microbatch_size``: metrics would count the batch twice."""
+    """Replaces the function of ``composer.trainer.trainer``: restores metrics, which would count the batch twice."""
     original(evaluator)
     if _evaluation is not None:
-        _evaluation.go_back()
+        _evaluation.restore_batch()
 
 
 @seam(
     "composer.trainer.trainer",
     "_fsdp_reshard_and_cleanup",
-    why="after an error that a script caught, it looked for FSDP1's modules, and left ours in their pass",
+    why="after an error that a script caught, it searched for FSDP1's modules only, and left units in the middle of a "
+    "pass",
 )
 def _fsdp_reshard_and_cleanup(original: Callable[..., Any], model: torch.nn.Module) -> None:
-    """``composer.trainer.trainer._fsdp_reshard_and_cleanup``: the way back after an error that a script caught."""
+    """Replaces the function of ``composer.trainer.trainer``: restores the model after an error."""
     original(model)
     if is_sharded(model):
         reset(model)
@@ -418,21 +420,21 @@ def _fsdp_reshard_and_cleanup(original: Callable[..., Any], model: torch.nn.Modu
 def _readd_fsdp_sync_hooks(
     original: Callable[..., Any], fsdp_modules: dict[str, torch.nn.Module], sync_hook: Any
 ) -> list[Any]:
-    """``composer.trainer.trainer._readd_fsdp_sync_hooks``: a run without FSDP1's modules needs no patch of FSDP1."""
+    """Replaces the function of ``composer.trainer.trainer``: does not patch FSDP1 in a run without FSDP1 modules."""
     return list(original(fsdp_modules, sync_hook)) if fsdp_modules else []
 
 
 def vote_before_reduction() -> None:
-    """Vote before a reduction of the Trainer's or of a script's in the midst of a batch, as of the batch's size."""
+    """Vote before an all-reduce of the Trainer or a script within a batch, such as that of the batch size."""
     if _training is not None and _training.votes.is_on and not _training.is_committed:
         _training.votes.check("a reduction of composer.utils.dist")
 
 
-def answers(tensor: torch.Tensor, reduce_operation: str) -> bool:
-    """Whether an all-reduce is the eval loop's question if a rank was out of memory; it is answered by a vote then."""
-    is_question = _evaluation is not None and _evaluation.is_in_batch
-    if is_question and tensor.dtype == torch.uint8 and tensor.shape == (1,) and reduce_operation == "MAX":
+def replaced_by_vote(tensor: torch.Tensor, reduce_operation: str) -> bool:
+    """Replace the eval loop's all-reduce of out-of-memory flags by a vote; whether this was one."""
+    is_out_of_memory_check = _evaluation is not None and _evaluation.is_in_batch
+    if is_out_of_memory_check and tensor.dtype == torch.uint8 and tensor.shape == (1,) and reduce_operation == "MAX":
         assert _evaluation is not None
-        _evaluation.sum_up(tensor)
+        _evaluation.vote_into(tensor)
         return True
     return False

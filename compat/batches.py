@@ -1,9 +1,9 @@
-"""A Trainer's batches: ranks that compute one together get the same, and it is compared before anything is trained.
+"""A Trainer's batches: ranks that share a batch get the same one, and compare it before training on it.
 
-[Note: what is counted] A Trainer counts a batch's samples and tokens when its loader has given it, and sums them over
-all ranks. Batches are shared after that, so that each rank counts what its own loader read: under ``gather`` every
-sample once, though several ranks train on it; where ranks read the same data, or ``first`` drops what the others read,
-every sample as often as ranks read it, as under Composer's FSDP1.
+[Note: what is counted] A Trainer counts a batch's samples and tokens when its loader returns it, and sums them over all
+ranks. Batches are shared afterwards, so each rank counts what its own loader read. Under ``gather`` every sample counts
+once, though several ranks train on it. If ranks read the same data, or ``first`` drops the other ranks' data, every
+sample counts once per rank that read it, as with Composer's FSDP1.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,14 +26,14 @@ from composer_fsdp2.training.run import BatchGroup, find_batch_group
 
 from .seams import seam
 
-# Where a batch has been counted, and nobody has used it: its last change of hands.
+# Events after a batch is counted and before it is first used.
 _BATCHES = {
     Event.AFTER_DATALOADER: "the first batch of fit, or of its epoch",
     Event.EVAL_BATCH_START: "the first batch of an evaluation",
     Event.PREDICT_BATCH_START: "the first batch of predict",
 }
-# After these, the next batch is a loader's first.
-_BEGINNINGS = {
+# The next batch after these events is a loader's first.
+_FIRST_BATCH_AFTER = {
     Event.FIT_START: Event.AFTER_DATALOADER,
     Event.EPOCH_START: Event.AFTER_DATALOADER,
     Event.EVAL_START: Event.EVAL_BATCH_START,
@@ -48,11 +48,11 @@ _SAME_WHEN_READ = (
 
 @dataclass(slots=True)
 class _Compared:
-    """Which batches of a model's are to be compared.
+    """The batches of a model that are compared.
 
     Args:
-        due: The events of loaders whose next batch is the first.
-        microbatches: What the forwards of a batch that is compared were given.
+        due: Events whose next batch is a loader's first.
+        microbatches: Inputs of the forwards in the batch being compared.
     """
 
     due: set[Event] = field(default_factory=set)
@@ -63,19 +63,19 @@ _compared_of: WeakKeyDictionary[nn.Module, _Compared] = WeakKeyDictionary()
 
 
 def before_event(state: State, event: Event) -> None:
-    """Share and compare batches before anybody sees them. Called on all ranks before each event."""
+    """Share and compare batches before they are used. Called on all ranks before each event."""
     block = find_batch_group(state.model)
     if block is None:
         return
     compared = _compared(state)
-    if event in _BEGINNINGS:
-        compared.due.add(_BEGINNINGS[event])
+    if event in _FIRST_BATCH_AFTER:
+        compared.due.add(_FIRST_BATCH_AFTER[event])
     if event is Event.EVAL_START:
         _begin_evaluation(state, block)
     elif event in _BATCHES:
-        _take_batch(state, event, block, is_first=event in compared.due)
+        _replace_batch(state, event, block, is_first=event in compared.due)
     elif event is Event.BEFORE_TRAIN_BATCH and compared.microbatches is not None:
-        compared.microbatches.clear()  # of an attempt that ran out of memory
+        compared.microbatches.clear()  # left from an attempt that ran out of memory
     elif event is Event.AFTER_TRAIN_BATCH and compared.microbatches is not None:
         parts, compared.microbatches = [part for each in compared.microbatches for part in each], None
         check_values(parts, block.group, what="the first batch's forward", ways_out=_SAME_WHEN_READ)
@@ -93,7 +93,7 @@ def after_event(state: State, event: Event) -> None:
             check_values(batch_values(state.batch), block.group, what=_BATCHES[event], ways_out=_SAME_WHEN_READ)
             compared.microbatches = []
     elif event is Event.BEFORE_FORWARD and compared.microbatches is not None:
-        # Noted only: a rank may be out of memory here, with which the others then do not meet.
+        # Compared later: a rank may run out of memory here, and the other ranks would hang in a comparison.
         number = len(compared.microbatches)
         compared.microbatches.append(batch_values(state.batch, f"microbatch {number}"))
     elif event is Event.EVAL_END:
@@ -104,41 +104,43 @@ def _compared(state: State) -> _Compared:
     return _compared_of.setdefault(state.model, _Compared())
 
 
-def _take_batch(state: State, event: Event, block: BatchGroup, *, is_first: bool) -> None:
-    """Put the block's batch in the place of this rank's."""
+def _replace_batch(state: State, event: Event, block: BatchGroup, *, is_first: bool) -> None:
+    """Replace this rank's batch by its group's."""
 
     def share() -> Any:
         if event is Event.EVAL_BATCH_START and _evaluation is not None and _evaluation.state is state:
             return _evaluation.share(state.batch)
         return share_batch(state.batch, block.group, block.how)
 
-    # A loader's batches fit together or do not, which its first one shows; later, a rank that raises ends the run.
+    # Errors are agreed on for a loader's first batch only, which shows them; later, a rank that raises ends the run.
     state.batch = agree(share, lambda _: "", ConfigError) if is_first else share()
-    if is_first or block.how is not BroadcastBatch.OFF:  # loaders that read other data may have drawn other numbers
+    # Loaders that read different data may have drawn different numbers
+    if is_first or block.how is not BroadcastBatch.OFF:
         sync_random_states(block)
     if is_first and block.check and block.how is BroadcastBatch.OFF:
         check_batch(state.batch, block.group, what=_BATCHES[event])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The padding of a sampler in evaluations
+# Padding of samplers in evaluations
 
 
-class _SamplerOfBlocks(DistributedSampler[Any]):
-    """A DistributedSampler as an evaluation of Composer's asks it, in samples that all ranks together read.
+class _GroupSampler(DistributedSampler[Any]):
+    """A DistributedSampler for Composer's evaluation, which counts the samples that all ranks together read.
 
-    A sampler repeats samples until every rank has the same number. Composer takes such a one from the last batch of
-    each of the world's last ranks: right where every rank has a batch of its own. Here each rank is told whether its
-    block's batch ends with one.
+    A sampler repeats samples to make the number on each rank equal. Composer drops a repeated sample from the last
+    batch of each of the world's last ranks, which is correct if ranks do not share batches. Here each rank sets whether
+    its group's batch ends with a repeated sample.
     """
 
     def __init__(self, sampler: DistributedSampler[Any], num_read: int, is_padded: bool) -> None:
         self._sampler = sampler
         self.dataset = range(num_read)  # type: ignore[assignment]
-        self.say(is_padded)
+        self.set_padded(is_padded)
 
-    def say(self, is_padded: bool) -> None:
-        """Composer drops a sample on the last ``total_size - len(dataset)`` ranks of the world: on all, or on none."""
+    def set_padded(self, is_padded: bool) -> None:
+        """Composer drops a sample on the last ``total_size - len(dataset)`` ranks of the world: here on all ranks or
+        none."""
         self.total_size = len(self.dataset) + (dist.get_world_size() if is_padded else 0)  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
@@ -153,43 +155,43 @@ class _SamplerOfBlocks(DistributedSampler[Any]):
 
 @dataclass(slots=True)
 class _Evaluation:
-    """The evaluation that runs now, of a model whose ranks share batches."""
+    """The evaluation in progress, of a model whose ranks share batches."""
 
     state: State
     block: BatchGroup
     spec: DataSpec
-    own: DistributedSampler[Any] | None = None
-    shown: _SamplerOfBlocks | None = None
+    sampler: DistributedSampler[Any] | None = None
+    wrapped: _GroupSampler | None = None
 
-    def show(self, sampler: DistributedSampler[Any]) -> DistributedSampler[Any]:
-        """What Composer is to see of the loader's sampler."""
+    def wrap(self, sampler: DistributedSampler[Any]) -> DistributedSampler[Any]:
+        """The sampler that Composer gets instead of the loader's."""
         num_samples, size = _length(sampler), len(self.block.ranks)
         if num_samples is None:
             return sampler
         num_padded, world_size = sampler.total_size - num_samples, dist.get_world_size()
-        if sampler.num_replicas * size == world_size:  # the ranks of a block read the same
+        if sampler.num_replicas * size == world_size:  # all ranks of a group read the same data
             is_padded = sampler.rank >= sampler.num_replicas - num_padded
-            return _SamplerOfBlocks(sampler, num_samples * size, is_padded)
+            return _GroupSampler(sampler, num_samples * size, is_padded)
         if sampler.num_replicas != world_size or self.block.how is BroadcastBatch.OFF:
             return sampler
         is_padded = self.block.how is BroadcastBatch.FIRST and self.block.ranks[0] >= world_size - num_padded
-        self.own, self.shown = sampler, _SamplerOfBlocks(sampler, num_samples, is_padded)
-        return self.shown
+        self.sampler, self.wrapped = sampler, _GroupSampler(sampler, num_samples, is_padded)
+        return self.wrapped
 
     def share(self, batch: Any) -> Any:
-        """The block's batch; of gathered ones without the samples that a sampler repeated."""
+        """The group's batch; a gathered batch omits the samples that the sampler repeated."""
         counts = True
-        if self.block.how is BroadcastBatch.GATHER and self.own is not None and self._is_last(self.own):
-            assert self.shown is not None
-            num_samples = _length(self.own)
+        if self.block.how is BroadcastBatch.GATHER and self.sampler is not None and self._is_last(self.sampler):
+            assert self.wrapped is not None
+            num_samples = _length(self.sampler)
             assert num_samples is not None
-            first_padded = dist.get_world_size() - (self.own.total_size - num_samples)
+            first_padded = dist.get_world_size() - (self.sampler.total_size - num_samples)
             num_rows = int(self.spec.get_num_samples_in_batch(batch))
             if dist.get_global_rank() >= first_padded:
                 counts = num_rows > 1
                 batch = self.spec.split_batch(batch, num_rows - 1)[0] if counts else batch
-            # Of a batch of padding alone Composer updates no metric.
-            self.shown.say(num_rows == 1 and self.block.ranks[0] >= first_padded)
+            # Composer does not update metrics with a batch that consists of padding.
+            self.wrapped.set_padded(num_rows == 1 and self.block.ranks[0] >= first_padded)
         return share_batch(batch, self.block.group, self.block.how, counts=counts)
 
     def _is_last(self, sampler: DistributedSampler[Any]) -> bool:
@@ -224,11 +226,11 @@ def get_distributed_sampler(
     sampler = original(dataloader)
     if sampler is None or _evaluation is None or _evaluation.spec.dataloader is not dataloader:
         return sampler
-    return _evaluation.show(sampler)
+    return _evaluation.wrap(sampler)
 
 
 def _length(sampler: DistributedSampler[Any]) -> int | None:
-    """Of its dataset; None where it has none."""
+    """The length of the sampler's dataset; None if unknown."""
     try:
         return len(sampler.dataset)  # type: ignore[arg-type]
     except (AttributeError, TypeError):

@@ -1,8 +1,8 @@
-"""Composer's CheckpointSaver: the new link takes the old one's place at once, and ``async_save`` puts off what follows.
+"""Composer's CheckpointSaver: replaces the latest link atomically, and supports ``async_save``.
 
-[Note: a saver's work in two parts] Composer's ``CheckpointSaver._save_checkpoint`` writes, and then links, uploads and
-removes old checkpoints. The second part is still Composer's: it is called with a state whose checkpoint "is written
-already" (``SavedState``), right after the writing or, with ``async_save``, at the end of a later batch.
+[Note: a saver's work in two parts] Composer's ``CheckpointSaver._save_checkpoint`` writes a checkpoint; it then links,
+uploads, and removes old checkpoints. The second part is still Composer's: it is called with a state whose checkpoint is
+already written (``SavedState``), directly after writing, or with ``async_save`` at the end of a later batch.
 """
 
 import functools
@@ -32,47 +32,44 @@ log = logging.getLogger(__name__)
 @seam(
     "composer.callbacks.checkpoint_saver",
     "CheckpointSaver._save_checkpoint",
-    why="a run killed while the latest link was replaced began from nothing; async_save",
+    why="a run killed while the latest link was replaced started from scratch; async_save",
 )
 def _save_checkpoint(original: Callable[..., Any], self: CheckpointSaver, state: State, logger: Any) -> None:
-    """``CheckpointSaver._save_checkpoint``: the new link takes the old one's place at once; and ``async_save``.
-
-    See [Note: a saver's work in two parts].
-    """
+    """Replaces ``CheckpointSaver._save_checkpoint``; see [Note: a saver's work in two parts]."""
     if not is_sharded(state.model):
         original(self, state, logger)
         return
-    finish_pending()  # one at a time: the next one waits for this one's memory
+    finish_pending()  # one at a time: the next copy reuses this one's memory
     placeholders = self.filename.format(state, keep_placeholders=True)
     filename = checkpoint.get_save_filename(state, placeholders)
     self.last_checkpoint_batch = state.timestamp.batch
-    # The checkpoint names itself among those that were saved, as Composer's do.
+    # As in Composer, the saved state lists this checkpoint, too.
     self.all_saved_checkpoints_to_timestamp[filename] = state.timestamp
     if _is_async(self, state):
-        start(self, state, filename, functools.partial(_account_for, self, logger, original))
+        start(self, state, filename, functools.partial(_finish_save, self, logger, original))
         return
     path = checkpoint.save_checkpoint(state, placeholders, weights_only=self.weights_only, ignore_keys=self.ignore_keys)
-    _account_for(self, logger, original, SavedState(state, path))
+    _finish_save(self, logger, original, SavedState(state, path))
 
 
 def _is_async(saver: CheckpointSaver, state: State) -> bool:
     if not getattr(state.fsdp_config, "async_save", False):
         return False
     if callable(saver.ignore_keys) and not state.fsdp_sharded_state_dict_enabled:
-        _say_not_async()
+        _warn_not_async()
         return False
     return True
 
 
 @functools.cache
-def _say_not_async() -> None:
+def _warn_not_async() -> None:
     log.warning(
         "async_save has no effect: save_ignore_keys is a function, which gets full tensors of a full checkpoint; "
         "give it as a list of names, or save with state_dict_type 'sharded'"
     )
 
 
-def _account_for(saver: CheckpointSaver, logger: Any, original: Callable[..., Any], written: SavedState) -> None:
+def _finish_save(saver: CheckpointSaver, logger: Any, original: Callable[..., Any], written: SavedState) -> None:
     """Composer's second part: the link, uploads, the list of saved checkpoints, the removal of old ones."""
     if saver.latest_filename is not None and saver.num_checkpoints_to_keep != 0:
         _link(Path(saver.latest_filename.format(written)), written)
@@ -80,17 +77,17 @@ def _account_for(saver: CheckpointSaver, logger: Any, original: Callable[..., An
         with replaced(saver, "latest_filename", None):
             original(saver, written, logger)
         return
-    # Where none is kept, Composer's rank 0 removes a folder of shards that other ranks still upload. Here all wait for
-    # the others' uploads, and hear of one that failed.
+    # If no local checkpoint is retained, Composer's rank 0 removes a folder of shards that other ranks still upload.
+    # Here all ranks wait for all uploads, and raise if one failed.
     with replaced(saver, "latest_filename", None), replaced(saver, "num_checkpoints_to_keep", -1):
         long_work(lambda: original(saver, written, logger), "uploading a checkpoint", error_type=CheckpointError)
     saver._rotate_checkpoints(sharding_enabled=True)
 
 
 def _link(link: Path, written: SavedState) -> None:
-    """Have ``link`` lead to what this rank wrote for all, a file or a folder of shards.
+    """Make ``link`` refer to the file or folder of shards that this rank wrote for all.
 
-    Composer removes the link before it makes a new one; a run that died in between began from nothing.
+    Composer removes the link before it creates a new one; if the run is killed in between, it restarts from scratch.
     """
     is_folder = written.fsdp_sharded_state_dict_enabled
     if written.path is None or (is_folder and dist.get_rank() > 0):

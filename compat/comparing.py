@@ -1,7 +1,7 @@
-"""One rank of a compared run: the user's own file, watched from its first ``fit`` to the last batch that counts.
+"""One rank of a compared run: the user's unmodified file, watched from the first ``fit`` to the last compared batch.
 
-The file is not edited. Every argument of the Trainer that the comparison replaces is recorded as an ``Override`` with
-its reason, for the report.
+Each argument of the Trainer that the comparison replaces is recorded as an ``Override`` with the reason, for the
+report.
 """
 
 import contextlib
@@ -38,9 +38,9 @@ from composer_fsdp2.training.run import run_of
 
 from .counted_batch import Counting
 from .scripts import run_file
-from .seams import Seam, put_back, replace
+from .seams import Seam, replace, restore
 
-_COUNTED_BATCH = 2  # of those that are compared; the first allocates what later ones reuse
+_COUNTED_BATCH = 2  # index from 1; the first batch allocates memory that later ones reuse
 _NOT_ON_THE_CPU = (
     "FSDP1 was told that the current CUDA device is the CPU, and meta tensors were filled there: without a GPU it "
     "raises otherwise"
@@ -48,16 +48,16 @@ _NOT_ON_THE_CPU = (
 
 
 class _Compared(BaseException):
-    """All batches are there; what the script does after its fit is left out."""
+    """Raised after the last compared batch; skips the rest of the script."""
 
 
 def run_job(job: Job, predict: Predict) -> None:
     """Run the job's file until its batches are compared; rank 0 writes the record.
 
     Args:
-        predict: Called on rank 0 of the run on FSDP2, once its last batch is trained.
+        predict: Called on rank 0 of the FSDP2 run after the last batch.
 
-    Called on all ranks, within ``fsdp2()`` where the job is FSDP2's.
+    Called on all ranks, within ``fsdp2()`` if the job uses FSDP2.
     """
     watch = _Watch(job, predict)
     _seed(job.options.seed)
@@ -79,7 +79,7 @@ def _train(job: Job) -> None:
 
 @contextlib.contextmanager
 def _fsdp1(watch: "_Watch") -> Iterator[None]:
-    """Composer unchanged. Without a GPU it still queries the current one, and FSDP1 accepts any device."""
+    """Composer without changes. Without a GPU, it still queries the current device, and FSDP1 accepts any."""
     if torch.cuda.is_available():
         yield
         return
@@ -103,7 +103,7 @@ def _seed(seed: int) -> None:
 
 
 class _Watch:
-    """What one rank sees of its run."""
+    """Records one rank's run."""
 
     def __init__(self, job: Job, predict: Predict) -> None:
         self.job, self.options = job, job.options
@@ -126,12 +126,12 @@ class _Watch:
     def _counts_state(self) -> bool:
         return self.job.engine is Sharding.FSDP2 and dist.get_global_rank() == 0
 
-    # --- replacements of Composer's
+    # --- replacements of Composer's methods
 
     @contextlib.contextmanager
     def over_trainers(self) -> Iterator[None]:
-        """Every Trainer that is made in the block gets our settings, and the first that fits is watched."""
-        # Outside of the shim's own replacements, which read the arguments by the original's signature.
+        """Apply the comparison's settings to every Trainer created in the block, and watch the first one that fits."""
+        # Wraps the seams of compat, which read the arguments by the original's signature.
         rows: tuple[tuple[str, str, Callable[..., Any]], ...] = (
             ("composer.trainer.trainer", "Trainer.__init__", self._init),
             ("composer.trainer.trainer", "Trainer.fit", self._fit),
@@ -140,14 +140,14 @@ class _Watch:
             ("composer.core.state", "State._apply_fsdp", self._apply_fsdp),
         )
         why = "a compared run is watched"
-        in_place = replace([Seam(module=module, name=name, replacement=own, why=why) for module, name, own in rows])
+        replacements = replace([Seam(module=module, name=name, replacement=own, why=why) for module, name, own in rows])
         try:
             yield
         finally:
-            put_back(in_place)
+            restore(replacements)
 
     def _init(self, original: Callable[..., Any], trainer: Trainer, **given: Any) -> None:
-        original(trainer, **{**given, **self._in_place_of(given)})
+        original(trainer, **{**given, **self._replacements(given)})
 
     def _apply_fsdp(self, original: Callable[..., Any], state: State) -> None:
         if self._counts_state:
@@ -192,7 +192,7 @@ class _Watch:
 
     # --- settings
 
-    def _in_place_of(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _replacements(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of Trainer that the comparison replaces."""
         used: dict[str, Any] = {}
 
@@ -225,7 +225,7 @@ class _Watch:
     # --- measurements
 
     def _begin(self, state: State) -> None:
-        """Before the first batch: seed both engines alike, and compare their state."""
+        """Before the first batch: seed both engines equally, and compare their state."""
         _check_sharded(state.model, self.job)
         # Without buffers: FSDP1 casts them to buffer_dtype in the first forward only.
         self._start = self._distances("start", has_buffers=False)
@@ -236,7 +236,7 @@ class _Watch:
             torch.cuda.reset_peak_memory_stats()
 
     def _begin_epoch(self) -> None:
-        """Raise where a Trainer would never end: with an empty loader it begins one epoch after the other."""
+        """Raise if a Trainer would loop forever: with an empty loader it starts epoch after epoch."""
         self._num_epochs += 1
         if self._num_epochs > 2 and not self._batches:
             raise ConfigError(
@@ -253,7 +253,7 @@ class _Watch:
             self._counting.begin(self._state, counts_state=self._counts_state)
 
     def _measure_gradients(self, state: State) -> None:
-        """All gradients are there, unscaled and not yet clipped."""
+        """Called when all gradients are unscaled and not yet clipped."""
         if self._batch["is_counted"]:
             self._counting.end_backward()
         _synchronize()
@@ -283,7 +283,7 @@ class _Watch:
             raise _Compared
 
     def _finish(self) -> None:
-        """Compare what the run ends with, and write the record. Called on all ranks."""
+        """Compare the final state, and write the record. Called on all ranks."""
         state = self._state
         assert state is not None
         if not self._batches:
@@ -301,7 +301,7 @@ class _Watch:
     def _distances(
         self, when: str, *, learning_rates: float = 0.0, has_buffers: bool = True
     ) -> tuple[TensorDistance, ...]:
-        """The distances of the present tensors from the first run's, on rank 0. Called on all ranks."""
+        """The distances of the current tensors from the first run's, on rank 0. Called on all ranks."""
         state = self._state
         assert state is not None
         tensors = full_tensors(state.model, state.optimizers, self.notes, has_buffers=has_buffers)
@@ -362,7 +362,7 @@ class _Watch:
         )
 
 
-# Of Trainer's arguments: what takes their place, and why.
+# Replaced arguments of Trainer: name, value, reason.
 _SETTINGS: tuple[tuple[str, Any, str], ...] = (
     ("save_folder", None, "the comparison saves nothing"),
     ("autoresume", False, "each run begins where the first did"),
@@ -377,7 +377,7 @@ def _never(state: State, event: Event) -> bool:
 
 
 def _saves(callback: Any) -> bool:
-    """Whether a callback writes checkpoints: Composer's, and LLM Foundry's, which is not imported for it."""
+    """Whether a callback of Composer or LLM Foundry writes checkpoints; does not import LLM Foundry."""
     names = {kind.__name__ for kind in type(callback).__mro__}
     return isinstance(callback, CheckpointSaver) or bool(
         names & {"HuggingFaceCheckpointer", "MonolithicCheckpointSaver"}

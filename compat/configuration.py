@@ -1,4 +1,4 @@
-"""Parallelism configurations as Composer parses them: every key is kept, and bad ones are found early."""
+"""Parse parallelism configurations in Composer without dropping keys, and report errors early."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -10,37 +10,38 @@ from composer.utils import dist as composer_dist
 from composer_fsdp2.fsdp1.keys import KEYS, KeyGroup
 from composer_fsdp2.fsdp1.parsing import mesh_of
 from composer_fsdp2.fsdp1.read import FSDP2_DEFAULTS
-from composer_fsdp2.fsdp1.tensor_words import TensorParallel
+from composer_fsdp2.fsdp1.tensor_parallel import TensorParallel
 from composer_fsdp2.fsdp1.translate import translate
 
 from .seams import seam
 
 
 class EveryKeyFSDP2Config(FSDP2Config):
-    """An FSDP2Config that keeps every key it is given.
+    """An FSDP2Config that stores every key.
 
-    Composer's own drops FSDP1's keys with a warning and answers for them with fixed properties, so degrees, planners
-    and folder names are lost. Here they are ordinary attributes with FSDP1's defaults; FSDP2Config's own defaults
-    (``state_dict_type='sharded'``, checkpointing that is not reentrant, rank 0's values sent where some ranks have
-    none) stay.
+    Composer's class drops FSDP1's keys with a warning and returns constants for them, so degrees, planners and folder
+    names are lost. Here they are ordinary attributes with FSDP1's defaults. FSDP2Config's own defaults apply to its
+    keys (``state_dict_type='sharded'``, non-reentrant activation checkpointing, a broadcast from rank 0 if some ranks
+    have no values).
     """
 
-    def __init__(self, **given: Any) -> None:  # not the dataclass's: what was not given must stay implicit
+    # Unlike a dataclass, does not set missing fields, which must stay implicit
+    def __init__(self, **given: Any) -> None:
         for key, value in given.items():
             setattr(self, key, value)
 
     @classmethod
     def of(cls, config: FSDP2Config) -> "EveryKeyFSDP2Config":
-        """A copy of an FSDP2Config whose mesh became degrees, because Composer's State builds the mesh itself."""
+        """Copy an FSDP2Config, and replace its mesh by degrees, because Composer's State creates the mesh."""
         given = {
             key: value
             for key, value in vars(config).items()
             if not key.startswith("_")
             and key != "device_mesh"
-            # The dataclass's own __init__ sets every field; what equals its default was not given.
+            # A dataclass's __init__ sets every field; a value equal to the default counts as not set.
             and (isinstance(config, cls) or value != getattr(FSDP2Config, key, None))
         }
-        if config.sync_module_states:  # set on the object: the constructor does not take it
+        if config.sync_module_states:  # set on the object, because the constructor does not accept it
             given["sync_module_states"] = True
         if config.device_mesh is not None:
             spec = mesh_of(config.device_mesh, config.device_mesh.device_type, "device_mesh")
@@ -64,12 +65,12 @@ def parse_parallelism_config(
     original: Callable[..., Any], self: Any, parallelism_config: Any
 ) -> ParallelismConfig | None:
     given = parallelism_config.get("tp") if isinstance(parallelism_config, Mapping) else parallelism_config
-    tensor = TensorParallel.read(getattr(given, "tp", given))  # before Composer makes an object of a misspelt key
+    tensor = TensorParallel.read(getattr(given, "tp", given))  # before Composer turns a misspelt key into an object
     parsed = original(self, parallelism_config)
     if parsed is not None:
         if parsed.fsdp2 is not None:
             _check_early(parsed.fsdp2, tensor)
-            # A copy: it may be the user's own object, which serves the next Trainer too.
+            # A copy: the user may pass the same object to the next Trainer.
             parsed = dataclasses.replace(parsed, fsdp2=EveryKeyFSDP2Config.of(parsed.fsdp2))
             _check_early(parsed.fsdp2, tensor)
         elif parsed.fsdp is not None:
@@ -78,7 +79,7 @@ def parse_parallelism_config(
 
 
 def _check_early(config: FSDPConfig | FSDP2Config, tensor: TensorParallel) -> None:
-    """Bad keys and degrees in our words, before Composer's State asserts something about them in its own."""
+    """Report invalid keys and degrees before an assertion in Composer's State does."""
     world_size = composer_dist.get_world_size()
     translate(config, precision="fp32", world_size=world_size, tensor_parallel_degree=tensor.degree)
 
@@ -100,7 +101,7 @@ _OURS = {key.name for key in KEYS if key.group == KeyGroup.OURS}
 @seam(
     "composer.utils.parallelism",
     "FSDP2Config.__init__",
-    why="it takes no key but its own: those of composer_fsdp2 had to be set on the object afterwards",
+    why="it accepts only its own keys: those of composer_fsdp2 had to be set on the object afterwards",
 )
 def make_fsdp2_config(original: Callable[..., None], self: FSDP2Config, *args: Any, **given: Any) -> None:
     original(self, *args, **{key: value for key, value in given.items() if key not in _OURS})

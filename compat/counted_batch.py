@@ -1,4 +1,4 @@
-"""Counts collectives and memory in one batch of a compared run, and records its inputs for a prediction."""
+"""Count collectives and memory in one batch of a compared run, and record its inputs for a prediction."""
 
 import contextlib
 from typing import Any
@@ -21,8 +21,8 @@ from composer_fsdp2.sharding.plan import ShardingPlan
 class Counting:
     """Counts collectives from ``begin`` to ``end_backward``, and memory from ``begin`` to ``end``.
 
-    Collectives are counted on all ranks alike, without those of clipping and of callbacks; the memory of FSDP2's state
-    on rank 0 alone, whose every operator is looked at then, with what the optimizer's step allocates.
+    Collectives are counted on all ranks, without those of clipping and of callbacks. The memory of FSDP2's state is
+    measured on rank 0 only, because it inspects every operator; it includes allocations of the optimizer's step.
     """
 
     def __init__(self) -> None:
@@ -41,12 +41,12 @@ class Counting:
         return counted(self._collectives.calls)
 
     def note_unsharded(self, model: nn.Module) -> None:
-        """Copy the model without its values, before it is sharded. What cannot be copied is not predicted."""
+        """Copy the model without values before it is sharded. A model that cannot be copied is not predicted."""
         with contextlib.suppress(Exception):
             self._unsharded = copy_with(model, (), _without_values)
 
     def begin(self, state: State, *, counts_state: bool) -> None:
-        has_state = bool(state.optimizers and state.optimizers[0].state)  # not in a first batch
+        has_state = bool(state.optimizers and state.optimizers[0].state)  # none in the first batch
         if counts_state and has_state and not _is_offloaded(state.model):
             self._state = self._counters.enter_context(StateBytes(state.model, state.optimizers[0]))
         self._of_backward.enter_context(self._collectives)
@@ -73,7 +73,7 @@ class Counting:
     def batch(
         self, options: Options, state: State, plan: ShardingPlan, *, num_ranks: int, is_auto: bool
     ) -> CountedBatch:
-        """The counts and the inputs of a prediction."""
+        """The counts, and the inputs of a prediction."""
         return CountedBatch(
             options=options,
             plan=plan.resolve(num_ranks),

@@ -1,4 +1,4 @@
-"""A training YAML as LLM Foundry itself reads it, and its model without weights, without a GPU, ranks or a network."""
+"""Read a training YAML with LLM Foundry, and build its model without weights, GPU, ranks or network."""
 
 import contextlib
 import importlib
@@ -17,19 +17,19 @@ from omegaconf.resolvers import oc
 from torch import nn
 
 from composer_fsdp2._torch.replaced import replaced
-from composer_fsdp2.fsdp1.tensor_words import TensorParallel
+from composer_fsdp2.fsdp1.tensor_parallel import TensorParallel
 
 from .configuration import EveryKeyFSDP2Config
-from .tensor import as_meant, layer_plan_of
+from .tensor_parallel import layer_plan_of, resolve_ffn_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundryRun:
-    """A file as LLM Foundry's ``train()`` has it when it begins to build: resolved, checked, with its own changes.
+    """A file as parsed by LLM Foundry's ``train()`` before it builds anything: resolved, validated and modified.
 
     Args:
-        config: The fields of its TrainConfig; those of ``model``, ``fsdp`` and ``tensor`` before the changes.
-        init_context: Around the model's construction.
+        config: Fields of TrainConfig; ``model``, ``fsdp`` and ``tensor`` are without the modifications.
+        init_context: The context for the model's construction.
     """
 
     model: dict[str, Any]
@@ -39,14 +39,14 @@ class FoundryRun:
     init_context: contextlib.AbstractContextManager[Any]
 
 
-class _HasRead(BaseException):
-    """Ends Foundry's ``train()``; nothing there may take it for a failure."""
+class _ConfigIsRead(BaseException):
+    """Ends Foundry's ``train()``. Not an Exception, which Foundry might catch."""
 
 
 def read_foundry(path: str, overrides: Sequence[str] = (), *, world_size: int) -> FoundryRun:
     """The run that ``train_from_yaml`` would build as one of ``world_size`` ranks; nothing is built or started.
 
-    Raises: what Foundry raises for a file that it refuses.
+    Raises: Foundry's errors for an invalid file.
     """
     with _quiet_foundry():
         training = importlib.import_module("llmfoundry.command_utils.train")
@@ -56,7 +56,7 @@ def read_foundry(path: str, overrides: Sequence[str] = (), *, world_size: int) -
     def process_init_device(model: Any, fsdp: Any, tensor: Any) -> None:
         context = prepare(model, fsdp, tensor)
         read.update(model=model, fsdp=fsdp, tensor=tensor, init_context=context)
-        raise _HasRead
+        raise _ConfigIsRead
 
     def validate_config(config: Any) -> None:
         read.update(config=config)
@@ -72,29 +72,31 @@ def read_foundry(path: str, overrides: Sequence[str] = (), *, world_size: int) -
             (reproducibility, "seed_all", lambda seed: None),
         ):
             undone.enter_context(replaced(module, name, value))
-        with contextlib.suppress(_HasRead):
+        with contextlib.suppress(_ConfigIsRead):
             training.train_from_yaml(path, ["python_log_level=null", *overrides])
     return FoundryRun(**read)
 
 
 def build_foundry(run: FoundryRun, model: Mapping[str, Any]) -> nn.Module:
-    """The ComposerModel of ``model``, the run's own with what cannot be built here replaced, on the meta device.
+    """Build a ComposerModel on the meta device from ``model``, the run's model with substitutes for unavailable parts.
 
-    Raises: what the model's class raises.
+    Raises: errors of the model's class.
     """
     builders = importlib.import_module("llmfoundry.utils.builders")
     given = dict(model)
     name, dtype = given.pop("name"), given.pop("master_weights_dtype", None)
-    # Foundry's own context for meta; beside it, what a model makes on the CPU (the empty weights' would untie T5's).
+    # Foundry's context creates meta parameters and leaves other tensors on the CPU. (That of empty weights would untie
+    # T5's.)
     context = run.init_context if run.model.get("init_device") == "meta" else torch.device("meta")
     with _quiet_foundry(), replaced(composer_dist, "get_world_size", lambda: 1):
         built: nn.Module = builders.build_composer_model(name, given, None, context, dtype)
-    _open_configs(built)
+    _replace_closed_configs(built)
     return built
 
 
-def _open_configs(model: nn.Module) -> None:
-    """MPT's rotary embeddings have a configuration that answers few questions and cannot be copied: an ordinary one."""
+def _replace_closed_configs(model: nn.Module) -> None:
+    """Replace MPT's configuration of rotary embeddings, which has few attributes and cannot be copied, by an ordinary
+    one."""
     from llmfoundry.models.mpt.modeling_mpt import PartialLlamaConfig
     from transformers import LlamaConfig
 
@@ -107,7 +109,7 @@ def _open_configs(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _quiet_foundry() -> Iterator[None]:
-    """Around Foundry's code: it warns of its own defaults, sets environment variables, and takes ``oc.env`` away."""
+    """A context for Foundry's code, which warns about defaults, sets environment variables and removes ``oc.env``."""
     environment, has_resolver, disabled = (
         dict(os.environ),
         OmegaConf.has_resolver("oc.env"),
@@ -126,13 +128,13 @@ def _quiet_foundry() -> Iterator[None]:
                 OmegaConf.register_new_resolver("oc.env", oc.env)
 
 
-def sharding_of(run: FoundryRun) -> Any:
-    """The section as Composer's Trainer reads it; ``FSDP_VERSION`` in the environment says as which configuration."""
+def fsdp_config_of(run: FoundryRun) -> Any:
+    """The section as Composer's Trainer parses it; the environment variable ``FSDP_VERSION`` selects the class."""
     return EveryKeyFSDP2Config(**(run.fsdp or {})) if os.environ.get("FSDP_VERSION", "1") == "2" else run.fsdp
 
 
 def tensor_parallel_of(run: FoundryRun, model: nn.Module) -> TensorParallel | None:
-    """By which plan Foundry splits the model's layers."""
+    """Foundry's plan for TP-sharding the model's layers."""
     if not run.tensor:
         return None
     builders = importlib.import_module("llmfoundry.utils.builders")
@@ -140,4 +142,4 @@ def tensor_parallel_of(run: FoundryRun, model: nn.Module) -> TensorParallel | No
     strategy = given.pop("strategy")
     with _quiet_foundry():
         plan = layer_plan_of(builders.build_tp_strategies, strategy, model)
-    return as_meant(model, TensorParallel.read({**given, "layer_plan": plan}))
+    return resolve_ffn_plan(model, TensorParallel.read({**given, "layer_plan": plan}))

@@ -1,6 +1,6 @@
-"""What of a Foundry YAML's model cannot be built without its GPU, packages or weights, and what is built in its place.
+"""Substitutes for parts of a Foundry model that need a GPU, packages or weights.
 
-Parameters stay what they are, so that the plan is the run's own; what becomes of the activations is in each reason.
+Parameters are unchanged, so the plan is that of the run; each reason describes the effect on activations.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,15 +18,15 @@ _MISSING = object()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Substitute:
-    """One key's value that is not built.
+    """A key's value that cannot be built.
 
     Args:
-        key: Below ``model``, with dots.
-        models: Names of Foundry's models that have it.
-        default: What the model takes where the key is not given.
-        when: Of which values it is true.
-        instead: The new value; the key goes if it is None.
-        target: What is built, in words.
+        key: Dotted key below ``model``.
+        models: Names of Foundry's models with this key.
+        default: The model's default.
+        when: Whether a value is replaced.
+        instead: The new value; None removes the key.
+        target: A description of the substitute.
     """
 
     key: str
@@ -41,8 +41,8 @@ class Substitute:
 
 
 _MPT, _HF = ("mpt_causal_lm",), ("hf_causal_lm", "hf_t5")
-# Of the ``ffn_config`` of megablocks, what Foundry's own mixture of experts takes.
-_OWN_EXPERTS = (
+# Keys of megablocks' ``ffn_config`` that Foundry's own MoE layer accepts.
+_FOUNDRY_MOE_KEYS = (
     *("ffn_hidden_size", "ffn_act_fn", "mlp_type", "moe_num_experts", "moe_top_k", "moe_jitter_eps"),
     *("moe_normalize_expert_weights", "uniform_expert_assignment"),
 )
@@ -89,25 +89,25 @@ SUBSTITUTES: tuple[Substitute, ...] = (
 
 
 def substituted(model: Mapping[str, Any]) -> tuple[dict[str, Any], list[Finding]]:
-    """The model's configuration as it can be built here, and a finding for each value that was replaced."""
+    """The model's configuration with substitutes, and a finding for each replaced value."""
     given: dict[str, Any] = {key: dict(value) if isinstance(value, Mapping) else value for key, value in model.items()}
     findings, is_of_megablocks = [], (given.get("ffn_config") or {}).get("ffn_type") == "mb_dmoe"
     for row in (each for each in SUBSTITUTES if given["name"] in each.models):
-        holder, _, name = row.key.rpartition(".")
-        values = (given.get(holder) or {}) if holder else given
+        section, _, name = row.key.rpartition(".")
+        values = (given.get(section) or {}) if section else given
         value, is_given = values.get(name, row.default), name in values
         if value is _MISSING or not row.when(value):
             continue
-        if holder:
-            given[holder] = values
+        if section:
+            given[section] = values
         values[name] = row.instead
         if row.instead is None:
             del values[name]
-        if is_given or row.outcome is not Outcome.EXACT:  # an exact default is nothing to tell of
+        if is_given or row.outcome is not Outcome.EXACT:  # an exact substitute of a default is not reported
             findings.append(_finding(row, value, is_given))
     if is_of_megablocks:
-        own = ("ffn_type", *_OWN_EXPERTS)
-        given["ffn_config"] = {key: value for key, value in given["ffn_config"].items() if key in own}
+        known = ("ffn_type", *_FOUNDRY_MOE_KEYS)
+        given["ffn_config"] = {key: value for key, value in given["ffn_config"].items() if key in known}
     return given, findings
 
 
@@ -123,21 +123,21 @@ def _finding(row: Substitute, value: Any, is_given: bool) -> Finding:
     return found if is_given else replace(found, origin=Origin.IMPLICIT)
 
 
-def stand_in(model: nn.Module, findings: Iterable[Finding]) -> None:
-    """Have a built model take the memory of the kernels that ``substituted`` replaced."""
+def apply_substitutes(model: nn.Module, findings: Iterable[Finding]) -> None:
+    """Make a built model use as much memory as the kernels that ``substituted`` replaced."""
     replaced = {finding.key for finding in findings}
     if replaced & {"model.use_flash_attention_2", "model.attn_implementation"}:
         for config in {id(config): config for config in _configs(model)}.values():
-            config._attn_implementation = "sdpa"  # Foundry has it "eager" without flash attention
+            config._attn_implementation = "sdpa"  # Foundry sets "eager" without flash attention
     for module in model.modules():
         if "model.attn_config.attn_impl" in replaced and hasattr(module, "attn_fn") and hasattr(module, "kv_n_heads"):
-            module.attn_fn = _as_flash  # type: ignore[assignment]
+            module.attn_fn = _attention_like_flash  # type: ignore[assignment]
     if "model.loss_fn" in replaced:
         model.loss_fn = _FusedCrossEntropy()
 
 
 def _configs(model: nn.Module) -> Iterator[Any]:
-    """Of transformers' models whose attention can be torch's fused one."""
+    """The configurations of transformers models that support torch's fused attention."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if getattr(module, "_supports_sdpa", False) and hasattr(config, "_attn_implementation"):
@@ -145,9 +145,9 @@ def _configs(model: nn.Module) -> Iterator[Any]:
 
 
 class _FusedCrossEntropy(nn.Module):
-    """The memory of flash-attn's kernel, which computes in fp32 without storing it (``reduction="none"``)."""
+    """Uses as much memory as flash-attn's kernel, which computes in fp32 without storing it (``reduction="none"``)."""
 
-    ignore_index = nn.CrossEntropyLoss().ignore_index  # Foundry's loss counts the others
+    ignore_index = nn.CrossEntropyLoss().ignore_index  # Foundry's loss counts the other tokens
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         losses: Tensor = _CrossEntropy.apply(logits, targets)
@@ -166,10 +166,10 @@ class _CrossEntropy(torch.autograd.Function):
         return torch.empty_like(ctx.saved_tensors[0]), None
 
 
-def _as_flash(
+def _attention_like_flash(
     query: Tensor, key: Tensor, value: Tensor, n_heads: int, kv_n_heads: int, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None, None]:
-    """MPT's signature. Which scores are masked, or moved by ALiBi, is for a kernel to know, and costs no memory."""
+    """Has the signature of MPT's function. Masks and ALiBi are applied inside a kernel, and use no memory."""
     queries, keys, values = (
         each.unflatten(-1, (number, -1)).transpose(1, 2)  # b, heads, s, d
         for each, number in ((query, n_heads), (key, kv_n_heads), (value, kv_n_heads))

@@ -1,4 +1,4 @@
-"""Switch the drop-in on and off; LLM Foundry's training with it on."""
+"""Install and uninstall the seams; run LLM Foundry's training with them."""
 
 import contextlib
 import functools
@@ -12,31 +12,31 @@ from typing import Any
 from composer_fsdp2.errors import ConfigError, IncompatibleVersionError
 from composer_fsdp2.sharding.confirmation import shows_units
 
-from .optimizers import update_own_parts_of_all
-from .seams import Seam, noted_seams, put_back, replace
+from .optimizers import update_local_shards_of_all
+from .seams import Seam, registered_seams, replace, restore
 
-# The releases of Composer (the distribution mosaicml) whose seams were read and tested.
+# Releases of Composer (the distribution mosaicml) for which the seams were written and tested.
 COMPOSER_VERSIONS = ("0.32.0", "0.32.1")
 
-# What ends it.
+# Functions that undo ``install``.
 _undo: list[Callable[[], None]] = []
 
 
 def install() -> None:
-    """Have Composer shard with ``fully_shard`` from here on, where it would have used FSDP1 (or its own FSDP2).
+    """Make Composer shard with ``fully_shard`` instead of FSDP1 or its own FSDP2.
 
-    ``Trainer(parallelism_config={'fsdp': ...})``, FSDPConfig and FSDP2Config objects, ``prepare_fsdp_module`` under
-    each of its import paths, ``FSDP_VERSION=2`` and LLM Foundry's ``train_from_yaml`` all come here. Calling it again
-    does nothing; ``uninstall`` undoes it. Call it on every rank, before the Trainer is made; it communicates nothing.
+    Applies to ``Trainer(parallelism_config={'fsdp': ...})``, FSDPConfig and FSDP2Config objects, all import paths of
+    ``prepare_fsdp_module``, ``FSDP_VERSION=2``, and LLM Foundry's ``train_from_yaml``. A second call does nothing;
+    ``uninstall`` undoes it. Call it on every rank before the Trainer is created; does not communicate.
 
     Raises:
-        IncompatibleVersionError: Composer is missing, or of a version that was not tested.
+        IncompatibleVersionError: Composer is missing, or its version was not tested.
     """
     if _undo:
         return
     _check_version()
     replaced = replace(all_seams())
-    _undo.extend([functools.partial(put_back, replaced), update_own_parts_of_all().remove])
+    _undo.extend([functools.partial(restore, replaced), update_local_shards_of_all().remove])
 
 
 def all_seams() -> tuple[Seam, ...]:
@@ -44,28 +44,28 @@ def all_seams() -> tuple[Seam, ...]:
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         if (name := f"{__package__}.{module.name}") != __name__:
             importlib.import_module(name)
-    return noted_seams()
+    return registered_seams()
 
 
 def uninstall() -> None:
-    """Put back everything that ``install`` replaced; models that are sharded by then stay as they are, and so
-    do optimizers that have made a step."""
+    """Restore everything that ``install`` replaced. Sharded models, and optimizers that have made a step, stay as they
+    are."""
     for undo in _undo:
         undo()
     _undo.clear()
 
 
 def is_installed() -> bool:
-    """Whether ``install`` is in force."""
+    """Whether ``install`` is active."""
     return bool(_undo)
 
 
 @contextlib.contextmanager
 def fsdp2(*, show_units: bool = False) -> Iterator[None]:
-    """``install`` for the length of a with block (and no longer than an ``install`` around it).
+    """``install`` within a with block; an enclosing ``install`` stays active after it.
 
     Args:
-        show_units: Print every unit of a sharded model on rank 0, not their number alone.
+        show_units: Print every unit of a sharded model on rank 0, not only their number.
     """
     outermost = not is_installed()
     install()
@@ -79,15 +79,15 @@ def fsdp2(*, show_units: bool = False) -> Iterator[None]:
 
 
 def train_from_yaml(yaml_path: str, overrides: Sequence[str] = (), *, show_units: bool = False) -> Any:
-    """LLM Foundry's ``train_from_yaml`` with ``install`` in force for its length; returns Composer's Trainer.
+    """LLM Foundry's ``train_from_yaml`` within ``install``; returns Composer's Trainer.
 
     Args:
         yaml_path: A training YAML of LLM Foundry.
-        overrides: ``key=value`` each, merged into the YAML.
-        show_units: Print every unit on rank 0, not their number alone.
+        overrides: ``key=value`` strings, merged into the YAML.
+        show_units: Print every unit on rank 0, not only their number.
     Raises:
-        IncompatibleVersionError: LLM Foundry is missing, or Composer is of a version that was not tested.
-        ConfigError: ``freeze`` or ``train_only`` on one rank, where LLM Foundry leaves the whole section out.
+        IncompatibleVersionError: LLM Foundry is missing, or the version of Composer was not tested.
+        ConfigError: ``freeze`` or ``train_only`` on one rank, where LLM Foundry ignores ``fsdp_config``.
 
     Called on all ranks.
     """
@@ -103,11 +103,11 @@ def train_from_yaml(yaml_path: str, overrides: Sequence[str] = (), *, show_units
 
 
 def _check_one_rank(yaml_path: str, overrides: Sequence[str]) -> None:
-    """On one rank LLM Foundry (0.22.0, ``command_utils/train.py``) leaves ``fsdp_config`` out: say so.
+    """Report that on one rank LLM Foundry (0.22.0, ``command_utils/train.py``) ignores ``fsdp_config``.
 
     Raises:
-        ConfigError: ``freeze`` or ``train_only``, without which all parameters would be trained; what else the section
-            asks for changes no number there.
+        ConfigError: ``freeze`` or ``train_only``: all parameters would be trained. The other keys change no number on
+            one rank.
     """
     from composer.utils import dist
     from omegaconf import DictConfig, OmegaConf

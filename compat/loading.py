@@ -1,7 +1,8 @@
-"""Composer's checkpoint loading, for a model sharded by ``fully_shard``: every layout, whatever the configuration says.
+"""Load checkpoints of any layout with Composer, for a model sharded by ``fully_shard``, regardless of the
+configuration.
 
-A Trainer's ``load_path``, ``autoresume``, ``load_weights_only``, ``load_ignore_keys`` and ``load_strict_model_weights``
-come here; Composer's own loader knew only the layout that the run itself would save.
+Used for a Trainer's ``load_path``, ``autoresume``, ``load_weights_only``, ``load_ignore_keys`` and
+``load_strict_model_weights``. Composer's own loader supports only the layout that the run itself would save.
 """
 
 import logging
@@ -23,13 +24,13 @@ from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import all_gather_object
 from composer_fsdp2.sharding.sharded import is_sharded
 
-from .full_state import shards_kept
+from .full_state import keeping_shards
 from .remote import local_checkpoint
 from .seams import seam
 
 log = logging.getLogger(__name__)
 
-# Composer keys an entry by the class that saved it; these are one thing under FSDP1, FSDP2 and closures.
+# Composer stores a scaler's state under its class name; FSDP1, FSDP2 and closures use different classes.
 _SCALERS = ("GradScaler", "ShardedGradScaler", "ClosureGradScaler")
 IgnoreKeys: TypeAlias = list[str] | Callable[[dict[str, Any]], None] | None
 
@@ -37,7 +38,7 @@ IgnoreKeys: TypeAlias = list[str] | Callable[[dict[str, Any]], None] | None
 @seam(
     "composer.utils.checkpoint",
     "load_checkpoint",
-    why="old checkpoints failed or loaded wrong in silence, and a layout loaded under its own setting only",
+    why="old checkpoints failed or silently loaded wrong values, and a layout loaded only with its own setting",
 )
 def load_checkpoint(
     original: Callable[..., Any],
@@ -52,7 +53,7 @@ def load_checkpoint(
     exclude_algorithms: list[str] | None = None,
     algorithm_passes: Any = None,
 ) -> list[dict[str, Any]] | None:
-    """``composer.utils.checkpoint.load_checkpoint``, taken over where the model is, or will be, sharded."""
+    """Replaces ``composer.utils.checkpoint.load_checkpoint`` for a model that is, or will be, sharded."""
     is_ours = is_sharded(state.model) or state.load_monolith_rank0_only
     if not is_ours or _has_load_planner(state):
         return original(
@@ -82,7 +83,7 @@ def load_checkpoint(
 
 
 class _Loading:
-    """One load into a Trainer's state, step by step; each is called on all ranks."""
+    """One load into a Trainer's state, in steps; each step is called on all ranks."""
 
     def __init__(self, state: State, weights_only: bool, strict: bool, ignore_keys: IgnoreKeys) -> None:
         self.state, self.weights_only, self.strict, self.ignore_keys = state, weights_only, strict, ignore_keys
@@ -95,19 +96,19 @@ class _Loading:
         return None if self.weights_only else self.entries.get("rng")
 
     def wants(self, root: EntryPath) -> bool:
-        """Whether an entry beside the model and the optimizers is read."""
+        """Whether to read an entry other than the model and the optimizers."""
         if self.ignore_keys:
-            return True  # what may be ignored is shown unsharded, as Composer shows it
+            return True  # ignore functions see all entries, unsharded, as in Composer
         if self.weights_only:
-            return root == ("state", "algorithms")  # some of them changed the model
-        # Not restored: a tokenizer of maybe 50000 entries, and who wrote the checkpoint.
+            return root == ("state", "algorithms")  # some algorithms changed the model
+        # Not restored: the tokenizer, with up to 50000 entries, and the version metadata.
         return root not in (("state", "integrations"), ("state", "metadata"))
 
     def read(self, inventory: CheckpointInventory) -> None:
-        """Everything but tensors, checked, before anything is changed."""
+        """Read and check everything except tensors, before anything is changed."""
         entries = long_together(lambda: other_entries(inventory, wanted=self.wants), "reading a checkpoint's entries")
         if not self.weights_only:
-            together(lambda: _fit(entries["state"], self.state, inventory))
+            together(lambda: _restore_containers(entries["state"], self.state, inventory))
         _check_same_step(inventory, entries["state"].get("timestamp"))
         if self.ignore_keys:
             ignore = self.ignore_keys if callable(self.ignore_keys) else glob_filter(self.ignore_keys)
@@ -117,16 +118,17 @@ class _Loading:
         self.inventory, self.entries = inventory, entries
 
     def apply_algorithms(self, logger: Any, exclude: list[str] | None, passes: Any) -> None:
-        """Algorithms that the saving run had, and that change the model, before its tensors are matched."""
+        """Apply the saving run's algorithms that change the model, before its tensors are matched."""
         if "algorithms" in self.entries["state"]:
             self.state._apply_required_algorithms(self.entries["state"], logger, exclude, passes)
         if not is_sharded(self.state.model):
-            # load_monolith_rank0_only: Composer loads rank 0's model and shards it then, which needs the memory for it
-            # and left random weights on other ranks. Sharded first, each rank reads its own part.
+            # load_monolith_rank0_only: Composer loads the full model on rank 0 and then shards it, which needs the
+            # memory, and left random weights on other ranks. Here the model is sharded first, and each rank reads its
+            # own shards.
             self.state._apply_fsdp()
 
     def into_model(self) -> None:
-        """Weights and optimizer state, all or nothing."""
+        """Load weights and optimizer state, all or nothing."""
         optimizer = self.optimizer()
         report = load_inventory(
             self.inventory,
@@ -141,7 +143,7 @@ class _Loading:
         log.log(logging.WARNING if is_partial else logging.INFO, "%s", report)
 
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The Trainer's optimizer, if the checkpoint has state for it."""
+        """The Trainer's optimizer, if the checkpoint contains its state."""
         optimizers = self.state.optimizers
         if self.weights_only or not optimizers:
             return None
@@ -154,7 +156,7 @@ class _Loading:
         return None
 
     def into_state(self, logger: Any) -> None:
-        """Schedulers, timestamp, callbacks and the rest."""
+        """Load schedulers, timestamp, callbacks and the other entries."""
         if self.weights_only:
             return
         rest = {name: value for name, value in self.entries["state"].items() if name != "algorithms" or value}
@@ -163,7 +165,7 @@ class _Loading:
 
 
 def _has_load_planner(state: State) -> bool:
-    """Whether the user decides how a DCP directory is read; that is Composer's, and torch's, to do then."""
+    """Whether the user's planner reads a DCP directory; Composer's own loader then handles it."""
     return state.fsdp_sharded_state_dict_enabled and state.fsdp_config.load_planner is not None
 
 
@@ -172,7 +174,7 @@ def _trusts(state: State) -> bool:
 
 
 def _check_same_step(inventory: CheckpointInventory, timestamp: Any) -> None:
-    """Machines with disks of their own may have kept checkpoints of different steps after a crash. Gathers the step."""
+    """After a crash, machines with separate disks may have checkpoints of different steps. Gathers the step."""
     texts = all_gather_object(repr(timestamp))
     other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
     if other is not None:
@@ -182,18 +184,18 @@ def _check_same_step(inventory: CheckpointInventory, timestamp: Any) -> None:
         )
 
 
-def _fit(entries: dict[str, Any], state: State, inventory: CheckpointInventory) -> None:
-    """Put what DCP took apart into the containers of the Trainer's state, as its own load does; no communication."""
+def _restore_containers(entries: dict[str, Any], state: State, inventory: CheckpointInventory) -> None:
+    """Restore the containers that DCP flattened, as its own loader does; does not communicate."""
     in_pieces = {str(path[1]) for path in inventory.entries if path[0] == "state" and len(path) > 2} & entries.keys()
     attributes = [name for name in state.serialized_attributes if name in in_pieces]
-    with shards_kept(True), replaced(state, "serialized_attributes", attributes):
+    with keeping_shards(True), replaced(state, "serialized_attributes", attributes):
         live = state.state_dict() if attributes else {}
     entries.update((name, fitted(entries[name], live[name])) for name in in_pieces & live.keys())
 
 
 def _rekeyed(scalers: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The gradient scaler's state under the name of the class that this run uses, if it has any."""
-    scalers = {key: value for key, value in scalers.items() if value}  # one that was switched off saved nothing
+    """The gradient scaler's state under the class name of this run's scaler, if there is any state."""
+    scalers = {key: value for key, value in scalers.items() if value}  # a disabled scaler saves no state
     if name in scalers or name not in _SCALERS:
         return scalers
     return {name if key in _SCALERS else key: value for key, value in scalers.items()}
@@ -202,16 +204,16 @@ def _rekeyed(scalers: Mapping[str, Any], name: str) -> dict[str, Any]:
 def without_ignored(
     inventory: CheckpointInventory, entries: dict[str, Any], ignore: Callable[[dict[str, Any]], None]
 ) -> tuple[CheckpointInventory, dict[str, Any], frozenset[EntryPath]]:
-    """Show ``ignore`` the checkpoint as Composer would, and take out what it takes out.
+    """Call ``ignore`` with the checkpoint in Composer's form, and remove the entries that it removes.
 
-    Tensors are shown as tensors without data (on the meta device): they can be looked at, renamed, moved and left out.
-    One that ``ignore`` puts in itself is loaded instead.
+    Tensors are on the meta device: ``ignore`` can inspect, rename, move and remove them. A tensor that it adds is
+    loaded instead.
     """
-    shown, records = _shown(inventory, entries)
-    before = _paths(shown)
-    ignore(shown)
-    shown.setdefault("state", {})
-    state: dict[str, Any] = shown["state"]
+    view, records = _composer_view(inventory, entries)
+    before = _paths(view)
+    ignore(view)
+    view.setdefault("state", {})
+    state: dict[str, Any] = view["state"]
     flattened = {(*MODEL, name) for name, record in inventory.model.items() if getattr(record, "is_flattened", False)}
     tensors: dict[EntryPath, TensorRecord] = {}
     objects: dict[EntryPath, ObjectRecord] = {}
@@ -235,17 +237,18 @@ def without_ignored(
             for key, value in values.items():
                 keep((*OPTIMIZERS, name, "state", parameter, key), value)
         keep((*OPTIMIZERS, name, "param_groups"), optimizer.get("param_groups", []))
-    left = {**shown, "state": {key: value for key, value in state.items() if key not in ("model", "optimizers")}}
-    return inventory.replaced(tensors=tensors, objects=objects), left, frozenset(before - _paths(shown))
+    left = {**view, "state": {key: value for key, value in state.items() if key not in ("model", "optimizers")}}
+    return inventory.replaced(tensors=tensors, objects=objects), left, frozenset(before - _paths(view))
 
 
-def _shown(
+def _composer_view(
     inventory: CheckpointInventory, entries: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[int, tuple[torch.Tensor, TensorRecord]]]:
-    """The checkpoint in Composer's form, and the record behind each of its tensors (which are kept, so ids stay)."""
+    """The checkpoint in Composer's form, and the record of each tensor by id; the tensors stay alive, so ids are
+    unique."""
     records: dict[int, tuple[torch.Tensor, TensorRecord]] = {}
 
-    def show(record: TensorRecord | ObjectRecord) -> Any:
+    def shown_value(record: TensorRecord | ObjectRecord) -> Any:
         if not isinstance(record, TensorRecord):
             return record.value()
         tensor = torch.empty(record.shape, dtype=record.dtype, device="meta")
@@ -254,11 +257,11 @@ def _shown(
 
     state = dict(entries["state"])
     if inventory.model:
-        state["model"] = {name: show(record) for name, record in inventory.model.items()}
+        state["model"] = {name: shown_value(record) for name, record in inventory.model.items()}
     if inventory.optimizers:
         state["optimizers"] = {
             contents.name: {
-                "state": {p: {k: show(r) for k, r in values.items()} for p, values in contents.state.items()},
+                "state": {p: {k: shown_value(r) for k, r in values.items()} for p, values in contents.state.items()},
                 "param_groups": inventory.groups(contents.name),
             }
             for contents in inventory.optimizers
@@ -266,9 +269,9 @@ def _shown(
     return {**entries, "state": state}, records
 
 
-def _paths(shown: Mapping[str, Any]) -> set[EntryPath]:
-    """Which weights and which parameters' optimizer state are there."""
-    state = shown.get("state", {})
+def _paths(view: Mapping[str, Any]) -> set[EntryPath]:
+    """The paths of weights, and of parameters with optimizer state."""
+    state = view.get("state", {})
     weights: set[EntryPath] = {(*MODEL, name) for name in state.get("model", {})}
     return weights | {
         (*OPTIMIZERS, name, "state", parameter)

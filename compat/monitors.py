@@ -1,15 +1,16 @@
-"""Composer's monitors on a sharded model: true norms, the same on every rank, under names without wrappers.
+"""Composer's monitors on a sharded model: norms of full tensors, equal on all ranks, under names without wrappers.
 
-[Note: metrics of sharded parameters] An optimizer reports a parameter's metrics with torch's functions. Applied to
-sharded parameters and state they give DTensors, which hold this rank's part and know how the parts go together. So what
-``report_per_parameter_metrics`` returns is what it returns for the full parameter, once all these parts are reduced
-in one buffer. Where the metrics are known to be norms, they are taken of the local tensors themselves, which costs an
-eighth of the processor's time (benchmarks/dispatch.py). ``pre_reduce_metrics`` and ``dist_reduce_metrics`` put parts of
-FSDP1's flat parameters together, by a rule that the metric's name implies, and are not needed. Under FSDP1 on 2 ranks
-(Composer 0.32.1, LLM Foundry 0.22.0, torch 2.7.0): with torch's own optimizers, and with
-``log_optimizer_metrics=False``, each rank logged the norms of its own parts and lacked the parameters of which it had
-none; replicas (HYBRID_SHARD, NO_SHARD) were counted several times; DecoupledLionW raised a KeyError;
-DecoupledAdaLRLion and DecoupledClipLion hung in the step itself.
+[Note: metrics of sharded parameters] An optimizer computes a parameter's metrics with torch functions. For sharded
+parameters and state, the results are sharded or partial DTensors. After one reduction of all in a single buffer,
+``report_per_parameter_metrics`` returns the metrics of full parameters. If the metrics are known to be norms, they are
+computed on local tensors, which takes an eighth of the CPU time (benchmarks/dispatch.py). ``pre_reduce_metrics`` and
+``dist_reduce_metrics`` combine shards of FSDP1's flat parameters by a rule encoded in the metric's name, and are not
+needed.
+
+Results with FSDP1 on 2 ranks (Composer 0.32.1, LLM Foundry 0.22.0, torch 2.7.0): with torch's optimizers, and with
+``log_optimizer_metrics=False``, each rank logged the norms of its own shards, and no metrics for parameters without a
+local shard; replicas (HYBRID_SHARD, NO_SHARD) were counted several times; DecoupledLionW raised a KeyError;
+DecoupledAdaLRLion and DecoupledClipLion hung in the step.
 """
 
 import functools
@@ -54,26 +55,26 @@ log = logging.getLogger(__name__)
 
 Metrics = dict[str, Any]
 
-# What the wrappers of FSDP1 and of activation checkpointing register the wrapped module as.
+# The attributes in which the wrappers of FSDP1 and of activation checkpointing register the wrapped module.
 _FSDP1_ATTRIBUTE = "_fsdp_wrapped_module"
 _CHECKPOINT_ATTRIBUTE = "_checkpoint_wrapped_module"
 
 
 def metric_paths(model: nn.Module, *, as_fsdp1: bool) -> list[tuple[nn.Module, str, str]]:
-    """Each module of ``model`` wherever it is registered, its path, and its path in logged names.
+    """Each module of ``model`` at each place of registration, with its path, and its path in logged names.
 
-    Without wrappers, so that a run logs the same names with activation checkpointing and without; or ``as_fsdp1``, with
-    those of activation checkpointing and FSDP1's. A sharded module then comes twice: as FSDP1's wrapper, and as what
-    lay inside it, which has the parameters.
+    Logged paths omit wrappers, so names do not depend on activation checkpointing. With ``as_fsdp1`` they include the
+    wrappers of activation checkpointing and of FSDP1; a sharded module then appears twice: as FSDP1's wrapper, and as
+    the wrapped module, which owns the parameters.
     """
-    # Without parameters some are in no unit, but FSDP1 wrapped each of them.
+    # Children without parameters are in no unit, but FSDP1 wrapped all of them.
     children = wrapped_children(model) if as_fsdp1 else {}
 
     found: list[tuple[nn.Module, str, str]] = []
 
     def walk(module: nn.Module, path: str, logged: str) -> None:
         found.append((module, path, logged))
-        # The model itself, which is sharded where its children share something, had no wrapper under FSDP1.
+        # FSDP1 never wrapped the model itself, which is a unit here if its children share parameters.
         if as_fsdp1 and path and (isinstance(module, FSDPModule) or path in children):
             logged = join(logged, _FSDP1_ATTRIBUTE)
             found.append((module, path, logged))
@@ -87,14 +88,14 @@ def metric_paths(model: nn.Module, *, as_fsdp1: bool) -> list[tuple[nn.Module, s
 
 
 def _logged_parameters(model: nn.Module, *, as_fsdp1: bool) -> dict[nn.Parameter, str]:
-    """Every parameter in the model's order, with its name in logs: that of the first place where it is registered."""
+    """Every parameter in the model's order, with the logged name of its first place of registration."""
     paths: dict[nn.Parameter, str] = {}
     logged_as: dict[nn.Parameter, str] = {}
     for module, path, logged in metric_paths(model, as_fsdp1=as_fsdp1):
         for name, parameter in own_parameters(module):
             own = join(path, name)
             if paths.setdefault(parameter, own) == own:
-                logged_as[parameter] = join(logged, name)  # inside of FSDP1's wrapper, which comes second
+                logged_as[parameter] = join(logged, name)  # inside FSDP1's wrapper, which comes second
     return logged_as
 
 
@@ -105,10 +106,10 @@ def _as_fsdp1(state: State) -> bool:
 @seam(
     "composer.callbacks.optimizer_monitor",
     "OptimizerMonitor.batch_end",
-    why="it logged the norms of this rank's parts, or raised",
+    why="it logged the norms of this rank's shards, or raised",
 )
 def batch_end(original: Callable[..., Any], self: OptimizerMonitor, state: State, logger: Logger) -> None:
-    """``OptimizerMonitor.batch_end``: the norms of full parameters."""
+    """Replaces ``OptimizerMonitor.batch_end``: logs the norms of full parameters."""
     if not is_sharded(state.model):
         original(self, state, logger)
     elif state.timestamp.batch.value % self.batch_log_interval == 0:
@@ -119,20 +120,20 @@ def batch_end(original: Callable[..., Any], self: OptimizerMonitor, state: State
 
 
 def _optimizer_metrics(state: State, agreement: "_Agreement", *, with_optimizer: bool) -> Metrics:
-    """Called on all ranks: one all-reduce for each mesh; where metrics changed, they compare which they have.
+    """Called on all ranks: one all-reduce per mesh; if metrics changed, ranks also compare the metrics' names.
 
     Raises:
-        ComposerFSDP2Error: on every rank, if the optimizer's own function raised on one, or reported other metrics.
+        ComposerFSDP2Error: on every rank, if the optimizer's function raised on one rank, or metrics differ.
     """
     reporter = _Reporter.of(state.optimizers[0]) if with_optimizer else None
     names = _logged_parameters(state.model, as_fsdp1=_as_fsdp1(state))
-    alone = _of_each_rank(state.model, names)
-    reported, norms = agreement.reached(lambda: _report(names, reporter, alone))
+    unreduced = _unreduced_parameters(state.model, names)
+    reported, norms = agreement.agree_on(lambda: _report(names, reporter, unreduced))
     metrics = reported.metrics
     metrics |= norms
     metrics |= reduce_to_floats({key: value for key, value in metrics.items() if isinstance(value, torch.Tensor)})
-    if alone:
-        metrics |= _over_ranks({key: metrics[key] for key in reported.of_each_rank})
+    if unreduced:
+        metrics |= _mean_over_ranks({key: metrics[key] for key in reported.rank_local})
     squares = [value * value for key, value in metrics.items() if key.startswith("l2_norm/grad")]
     metrics["l2_norm/grad/global"] = math.sqrt(sum(squares))
     return metrics
@@ -140,16 +141,16 @@ def _optimizer_metrics(state: State, agreement: "_Agreement", *, with_optimizer:
 
 @dataclass(frozen=True, slots=True)
 class _Reporter:
-    """The optimizer's own function for a parameter's metrics.
+    """The optimizer's function for a parameter's metrics.
 
     Args:
-        gives_norms: All of them are L2 norms of tensors that lie as the parameter does, so that they may be taken of
-            this rank's part of each. An optimizer that was not read is given the DTensors.
-        part: The optimizer as its function sees it then, with the state of one part.
+        only_norms: All metrics are L2 norms of tensors sharded like the parameter, and can be computed on local
+            tensors. The function of an unknown optimizer is called with DTensors.
+        part: A stand-in for the optimizer, with the state of one local tensor.
     """
 
-    optimizer: Any  # a torch.optim.Optimizer that has report_per_parameter_metrics
-    gives_norms: bool
+    optimizer: Any  # a torch.optim.Optimizer with report_per_parameter_metrics
+    only_norms: bool
     part: Any
 
     @classmethod
@@ -157,13 +158,13 @@ class _Reporter:
         if not callable(getattr(optimizer, "report_per_parameter_metrics", None)):
             return None
         kind: Any = type(optimizer)
-        _say_what_is_not_called(kind)
-        gives_norms, part = reports_norms(optimizer), None
-        if gives_norms:
+        _warn_uncalled_methods(kind)
+        only_norms, part = reports_norms(optimizer), None
+        if only_norms:
             part = SimpleNamespace(
                 param_groups=optimizer.param_groups, metric_functions=optimizer.metric_functions, state={}
             )
-        return cls(optimizer, gives_norms, part)
+        return cls(optimizer, only_norms, part)
 
     def report(self, parameter: torch.Tensor, name: str, metrics: Metrics) -> Metrics:
         try:
@@ -176,19 +177,19 @@ class _Reporter:
             ) from error
         return reported
 
-    def report_own_part(self, parameter: DTensor, name: str, metrics: Metrics) -> bool:
-        """Add the same for this rank's part to ``metrics``: the optimizer's function, on an optimizer of that part.
+    def report_local(self, parameter: DTensor, name: str, metrics: Metrics) -> bool:
+        """Add this rank's local metrics to ``metrics``: calls the optimizer's function with local tensors.
 
-        False, and nothing is added, where it cannot be asked so.
+        Returns False and adds nothing if that is not possible.
         """
         gradient = parameter.grad
-        if not self.gives_norms or gradient is None:
+        if not self.only_norms or gradient is None:
             return False
         state = dict(self.optimizer.state.get(parameter, {}))
         keys = [key for key in state if key != "step"]
         parts = local_tensors(parameter, gradient, *[state[key] for key in keys])
         if parts is None or parts[0].dtype != parts[1].dtype:
-            return False  # torch lets no tensor have a gradient of another dtype
+            return False  # torch does not allow a gradient of another dtype
         own = parts[0].detach()
         own.grad = parts[1]
         state.update(zip(keys, parts[2:], strict=True))
@@ -198,7 +199,7 @@ class _Reporter:
 
 
 @functools.cache
-def _say_what_is_not_called(kind: type) -> None:
+def _warn_uncalled_methods(kind: type) -> None:
     for name in ("pre_reduce_metrics", "dist_reduce_metrics"):
         method = getattr(kind, name, None)
         if method is not None and method.__module__.split(".")[0] not in ("composer", "llmfoundry"):
@@ -212,44 +213,44 @@ def _say_what_is_not_called(kind: type) -> None:
 
 @dataclass(slots=True)
 class _Reported:
-    """One rank's metrics by key, still in parts.
+    """One rank's metrics by key, before reduction.
 
     Args:
-        norms_of_parts: Sharded parameters, each with the keys of what are norms of this rank's parts.
-        of_each_rank: The keys of what each rank has for itself.
+        local_norms: Sharded parameters with the keys of their local norms.
+        rank_local: Keys of metrics that differ between ranks.
     """
 
     metrics: Metrics = field(default_factory=dict)
-    norms_of_parts: list[tuple[DTensor, list[str]]] = field(default_factory=list)
-    of_each_rank: set[str] = field(default_factory=set)
+    local_norms: list[tuple[DTensor, list[str]]] = field(default_factory=list)
+    rank_local: set[str] = field(default_factory=set)
 
 
-def _report(names: Mapping[nn.Parameter, str], reporter: _Reporter | None, alone: set[nn.Parameter]) -> _Reported:
-    """Every parameter's metrics, see [Note: metrics of sharded parameters]."""
+def _report(names: Mapping[nn.Parameter, str], reporter: _Reporter | None, unreduced: set[nn.Parameter]) -> _Reported:
+    """All parameters' metrics; see [Note: metrics of sharded parameters]."""
     reported = _Reported()
     metrics = reported.metrics
     for parameter, name in names.items():
         if parameter.grad is None or not parameter.requires_grad:
             continue
-        if isinstance(parameter, DTensor) and (norms := _norms_of_own_part(parameter, name, reporter)) is not None:
+        if isinstance(parameter, DTensor) and (norms := _local_norms(parameter, name, reporter)) is not None:
             metrics |= norms
-            reported.norms_of_parts.append((parameter, list(norms)))
+            reported.local_norms.append((parameter, list(norms)))
             continue
         num_before = len(metrics)
         if reporter is not None:
             metrics |= reporter.report(parameter, name, metrics)
         if (key := f"l2_norm/grad/{name}") not in metrics:
             metrics[key] = torch.linalg.vector_norm(parameter.grad)
-        if parameter in alone:
-            # From the end: each parameter would look through those of all before it.
-            reported.of_each_rank.update(itertools.islice(reversed(metrics), len(metrics) - num_before))
+        if parameter in unreduced:
+            # From the end: otherwise each parameter would iterate over the metrics of all earlier ones.
+            reported.rank_local.update(itertools.islice(reversed(metrics), len(metrics) - num_before))
     return reported
 
 
-def _norms_of_own_part(parameter: DTensor, name: str, reporter: _Reporter | None) -> Metrics | None:
-    """The norms of this rank's part by their keys in logs; None where they cannot be taken of a part."""
+def _local_norms(parameter: DTensor, name: str, reporter: _Reporter | None) -> Metrics | None:
+    """The norms of this rank's shards by logged key; None if they cannot be computed on local tensors."""
     metrics: Metrics = {}
-    if reporter is not None and not reporter.report_own_part(parameter, name, metrics):
+    if reporter is not None and not reporter.report_local(parameter, name, metrics):
         return None
     if (key := f"l2_norm/grad/{name}") not in metrics:
         assert parameter.grad is not None
@@ -257,8 +258,8 @@ def _norms_of_own_part(parameter: DTensor, name: str, reporter: _Reporter | None
     return metrics
 
 
-def _of_each_rank(model: nn.Module, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
-    """The parameters that are unsharded on every rank, with gradients that nobody averages: ignored, or in no unit."""
+def _unreduced_parameters(model: nn.Module, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
+    """Unsharded parameters whose gradients are not averaged: ignored, or in no unit."""
     unsharded = {each for each in parameters if not isinstance(each, DTensor) and each.requires_grad}
     if unsharded:
         for _, root in sharded_roots(model):
@@ -268,11 +269,11 @@ def _of_each_rank(model: nn.Module, parameters: Iterable[nn.Parameter]) -> set[n
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Which metrics a rank has, of those that all have.
+    """The keys of a rank's metrics that all ranks share.
 
     Args:
-        keys: Of all of them.
-        norms: Those that are norms of parts, by how they are reduced: mesh, axes, and where they lie.
+        keys: All keys.
+        norms: Keys of local norms, by mesh, mesh axes and device of their reduction.
     """
 
     keys: list[str]
@@ -280,19 +281,19 @@ class _Layout:
 
     @classmethod
     def of(cls, reported: _Reported) -> "_Layout":
-        metrics, norms_of_parts = reported.metrics, reported.norms_of_parts
+        metrics, local_norms = reported.metrics, reported.local_norms
         norms: dict[tuple[DeviceMesh, tuple[int, ...], torch.device], list[str]] = {}
-        axes_of_all = shard_axes_of_all(parameter for parameter, _ in norms_of_parts)
-        for (parameter, keys), axes in zip(norms_of_parts, axes_of_all, strict=True):
+        axes_of_all = shard_axes_of_all(parameter for parameter, _ in local_norms)
+        for (parameter, keys), axes in zip(local_norms, axes_of_all, strict=True):
             norms.setdefault((parameter.device_mesh, axes, metrics[keys[0]].device), []).extend(keys)
-        return cls([key for key in metrics if key not in reported.of_each_rank], norms)
+        return cls([key for key in metrics if key not in reported.rank_local], norms)
 
     def fingerprint(self) -> str:
         norms = [f"{len(keys)} norms along {axes}" for (_, axes, _), keys in self.norms.items()]
         return "\n".join([*self.keys, *norms])
 
     def parts(self, metrics: Metrics | None) -> list[LocalValues]:
-        """What this rank adds to the squares of the norms; as many zeros where it has no such metrics."""
+        """This rank's squared norms; zeros if its metrics are None."""
         return [
             LocalValues(
                 values=torch.zeros(len(keys), dtype=torch.float64, device=device)
@@ -305,42 +306,42 @@ class _Layout:
         ]
 
     def full_norms(self, squares: Sequence[torch.Tensor]) -> dict[str, float]:
-        """The norms of full parameters by their keys, from the sums of all ranks' squares."""
+        """The norms of full parameters by key, from squares summed over ranks."""
         return {
             key: norm
             for keys, of_keys in zip(self.norms.values(), squares, strict=True)
             for key, norm in zip(keys, of_keys.sqrt().tolist(), strict=True)
         }
 
-    def mesh_of_all(self) -> DeviceMesh | None:
-        """One of the meshes, if it has all ranks."""
+    def world_mesh(self) -> DeviceMesh | None:
+        """A mesh with all ranks, or None."""
         return next((mesh for mesh, _, _ in self.norms if mesh.size() == dist.get_world_size()), None)
 
 
 class _Agreement:
-    """That all ranks have the same metrics, and so reduce the same numbers. One for each sharded model.
+    """Ensures that all ranks report the same metrics, and reduce the same numbers. One per sharded model.
 
-    [Note: metrics are compared where they change] A rank knows that its metrics are not those of the last time, or that
-    the optimizer's function raised; the others do not, and would not come to compare. So along with the norms goes a
-    number by which they learn of it. The rank that sends it sends zeros for its norms, as many as all had last; what
-    was reduced is then thrown away, and all compare. Where no mesh has all ranks, they compare each time.
+    [Note: metrics are compared where they change] A rank detects that its metrics differ from the previous ones, or
+    that the optimizer's function raised; the other ranks do not, and would not take part in a comparison. Therefore a
+    flag is reduced together with the norms. A rank that sets it sends zeros as its norms, as many as the previous
+    metrics had. All ranks then discard the result, and compare. If no mesh contains all ranks, they compare each time.
     """
 
     def __init__(self) -> None:
         self._last: _Layout | None = None
         self._world: Any = None
 
-    def reached(self, report: Callable[[], _Reported]) -> tuple[_Reported, dict[str, float]]:
-        """What this rank reports, and the norms of full parameters in it. Called on all ranks.
+    def agree_on(self, report: Callable[[], _Reported]) -> tuple[_Reported, dict[str, float]]:
+        """This rank's metrics, and the norms of full parameters. Called on all ranks.
 
-        One all-reduce for each axis of each mesh; where metrics changed, one of 64 bytes and these again.
+        One all-reduce per axis of each mesh; if metrics changed, an additional one of 64 bytes, and these again.
 
         Raises:
-            ComposerFSDP2Error: on every rank, if ``report`` raised on one, or ranks report different metrics.
+            ComposerFSDP2Error: on every rank, if ``report`` raised on one rank, or metrics differ.
         """
         own, error = _attempted(report)
         last = self._last if self._world is dist.group.WORLD else None
-        mesh = None if last is None else last.mesh_of_all()
+        mesh = None if last is None else last.world_mesh()
         if last is not None and mesh is not None:
             is_new = own is None or _Layout.of(own) != last
             squares = _reduced_unless(is_new, last.parts(own.metrics if own and not is_new else None), mesh)
@@ -369,15 +370,16 @@ def _attempted(report: Callable[[], _Reported]) -> tuple[_Reported | None, Excep
 
 
 def _reduced_unless(is_new: bool, parts: Sequence[LocalValues], mesh: DeviceMesh) -> list[torch.Tensor] | None:
-    """``all_reduce_values``; None on all ranks of ``mesh`` if ``is_new`` on one. Called on all of them."""
+    """``all_reduce_values``; None on all ranks of ``mesh`` if ``is_new`` on one. Called on all ranks of ``mesh``."""
     device = torch.device(mesh.device_type)
-    new = torch.full((1,), float(is_new), dtype=torch.float64, device=device)  # made there: nothing waits for it
+    # Created on the device: no synchronisation
+    new = torch.full((1,), float(is_new), dtype=torch.float64, device=device)
     *reduced, num_new = all_reduce_values([*parts, LocalValues(values=new, mesh=mesh, axes=tuple(range(mesh.ndim)))])
     return None if num_new.item() else reduced
 
 
-def _over_ranks(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Means over the ranks that have a metric; of norms by their squares, as ``clip_grad_norm_`` counts them."""
+def _mean_over_ranks(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Means over the ranks that have a metric; root mean squares for norms, as in ``clip_grad_norm_``."""
     found: dict[str, list[float]] = {}
     for of_rank in all_gather_object(dict(metrics)):
         for key, value in of_rank.items():
@@ -400,17 +402,17 @@ def _is_over_shards(optimizer: torch.optim.Optimizer) -> bool:
     why="callbacks that report an optimizer's metrics themselves ran one collective for each",
 )
 def pre_reduce_metrics(original: Callable[..., Any], self: DecoupledAdamW, optimizer_metrics: Metrics) -> Metrics:
-    """``DecoupledAdamW.pre_reduce_metrics``: there is nothing to prepare, see [Note: metrics of sharded parameters]."""
+    """Replaces ``DecoupledAdamW.pre_reduce_metrics``: nothing to do; see [Note: metrics of sharded parameters]."""
     return optimizer_metrics if _is_over_shards(self) else original(self, optimizer_metrics)
 
 
 @seam(
     "composer.optim.decoupled_weight_decay",
     "DecoupledAdamW.dist_reduce_metrics",
-    why="one collective for each metric, and it asks for a CUDA device",
+    why="one collective for each metric, and it requires a CUDA device",
 )
 def dist_reduce_metrics(original: Callable[..., Any], self: DecoupledAdamW, optimizer_metrics: Metrics) -> Metrics:
-    """``DecoupledAdamW.dist_reduce_metrics``: in one all-reduce for each mesh, and without a CUDA device."""
+    """Replaces ``DecoupledAdamW.dist_reduce_metrics``: one all-reduce per mesh, and without a CUDA device."""
     if not _is_over_shards(self):
         return original(self, optimizer_metrics)
     optimizer_metrics.update(
@@ -425,16 +427,16 @@ def dist_reduce_metrics(original: Callable[..., Any], self: DecoupledAdamW, opti
     why="names of activation checkpointing's wrappers were logged; fsdp1_metric_names; parts of split layers",
 )
 def before_forward(original: Callable[..., Any], self: ActivationMonitor, state: State, logger: Logger) -> None:
-    """``ActivationMonitor.before_forward``, which takes the modules' names from the model once."""
+    """Replaces ``ActivationMonitor.before_forward``, which reads the modules' names from the model once."""
     if not self.module_names and is_sharded(state.model):
-        _refuse_parts_of_activations(state.model)
-        # Beside the callback's own names of modules: its hook below is told of the callback and a module, no model.
+        _refuse_split_activations(state.model)
+        # Stored on the callback, because its hook below gets the callback and a module, but no model.
         self._composer_fsdp2_names = _logged_module_names(state.model, as_fsdp1=_as_fsdp1(state))
     original(self, state, logger)
 
 
-def _refuse_parts_of_activations(model: nn.Module) -> None:
-    """Raise, on all ranks, where layers are split: what a rank has of their outputs says nothing of the whole."""
+def _refuse_split_activations(model: nn.Module) -> None:
+    """Raise on all ranks if layers are TP-sharded: metrics of a rank's local outputs are not those of full outputs."""
     plan = run_of(model).plan
     if plan is not None and plan.split:
         raise UnsupportedError(
@@ -451,7 +453,7 @@ def _refuse_parts_of_activations(model: nn.Module) -> None:
 def forward_hook(
     original: Callable[..., Any], self: ActivationMonitor, logger: Logger, step: int | None, module: nn.Module, *io: Any
 ) -> None:
-    """``ActivationMonitor.forward_hook``: once for each name under which a module's values are logged."""
+    """Replaces ``ActivationMonitor.forward_hook``: logs a module's values once per logged name."""
     names = getattr(self, "_composer_fsdp2_names", {}).get(module)
     if names is None:
         original(self, logger, step, module, *io)
@@ -462,11 +464,12 @@ def forward_hook(
 
 
 def _logged_module_names(model: nn.Module, *, as_fsdp1: bool) -> dict[nn.Module, tuple[str, ...]]:
-    """A wrapper of activation checkpointing has none, since what it wraps gets and gives the same; as FSDP1, each."""
+    """Logged names by module. Wrappers of activation checkpointing have none, because inputs and outputs equal those of
+    the wrapped module; with ``as_fsdp1``, every wrapper has one."""
     names: dict[nn.Module, tuple[str, ...]] = {}
     paths: dict[nn.Module, str] = {}
     for module, path, logged in metric_paths(model, as_fsdp1=as_fsdp1):
-        if paths.setdefault(module, path) == path:  # as named_modules, which has a module where it comes first
+        if paths.setdefault(module, path) == path:  # like named_modules, at its first place only
             names[module] = (*names.get(module, ()), logged)
             if isinstance(module, ActivationWrapper) and not as_fsdp1:
                 names[module] = ()
@@ -474,14 +477,14 @@ def _logged_module_names(model: nn.Module, *, as_fsdp1: bool) -> dict[nn.Module,
 
 
 def is_reduced(tensor: torch.Tensor) -> bool:
-    """Whether a tensor to be summed over ranks is a DTensor, which stands for the full tensor already.
+    """Whether a tensor to be summed over ranks is a replicated DTensor, which already equals the full result.
 
-    LLM Foundry's DecoupledAdaLRLion and DecoupledClipLion put together in their step what they computed of FSDP1's
-    parts of parameters, and so do its optimizers' metrics. Adding up ``norm ** 2`` of a DTensor over ranks would count
-    it once for each.
+    In their step, LLM Foundry's DecoupledAdaLRLion and DecoupledClipLion sum values computed on shards of FSDP1's
+    parameters, and so do its optimizers' metrics. Summing ``norm ** 2`` of a replicated DTensor would count it once per
+    rank.
 
     Raises:
-        UnsupportedError: a DTensor of which this rank has a part, or a sum not yet reduced.
+        UnsupportedError: a sharded or partial DTensor.
     """
     if not isinstance(tensor, DTensor):
         return False

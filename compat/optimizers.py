@@ -1,12 +1,11 @@
-"""Composer's and LLM Foundry's optimizers on each rank's own parts of the parameters.
+"""Optimizers of Composer and LLM Foundry that update each rank's local shards.
 
-Their updates are elementwise, so a rank can make them on its plain local tensors, with the same bits. On DTensors each
-of an update's operations is dispatched in Python: before anything was launched, the step of a model of 80 layers took
-AdamW 6.6 times as long, and Lion 9.3 times (benchmarks/dispatch.py). And a step count that lies on a GPU is read once
-for each parameter.
+Their updates are elementwise, so they can run on plain local tensors with bitwise equal results. With DTensors, Python
+dispatches each operation of an update: without any kernel, the step of a model of 80 layers took 6.6 times as long with
+AdamW, and 9.3 times with Lion (benchmarks/dispatch.py). In addition, a step count on a GPU is read once per parameter.
 
-Under ``install()`` that is so for every optimizer of a known class, from its next step on: with a Trainer or without,
-built before its parameters were sharded or after, loaded, or inside of another one.
+Under ``install()`` this applies to all optimizers of known classes from their next step: with or without a Trainer,
+created before or after sharding, loaded, or nested in another optimizer.
 """
 
 import functools
@@ -24,28 +23,28 @@ from composer_fsdp2._torch.local_tensors import lion_, local_tensor, local_tenso
 _Update = Callable[..., None]
 
 
-def update_own_parts_of_all() -> RemovableHandle:
-    """Have all optimizers ``update_own_parts``, each where its next step begins; what is returned ends it.
+def update_local_shards_of_all() -> RemovableHandle:
+    """Apply ``update_local_shards`` to every optimizer at its next step; remove the returned handle to stop.
 
-    Those that have made a step by then stay as they are. Call it on each rank; it communicates nothing.
+    Optimizers that have made a step by then are not reverted. Call on each rank; does not communicate.
     """
-    return register_optimizer_step_pre_hook(lambda optimizer, *unused: update_own_parts(optimizer))
+    return register_optimizer_step_pre_hook(lambda optimizer, *unused: update_local_shards(optimizer))
 
 
-def update_own_parts(optimizer: torch.optim.Optimizer) -> None:
-    """Have ``optimizer`` update this rank's parts of its parameters, if it is one whose updates we know.
+def update_local_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Make ``optimizer`` update this rank's local shards, if its class is known.
 
-    An optimizer of another class stays as it is, and so does one that inherits from a known one and overrides the
-    update or the step. Call it on each rank, as often as you like; it communicates nothing.
+    Other classes are not modified, nor are subclasses that override the update or the step. Call on each rank, any
+    number of times; does not communicate.
     """
     known: Any = _known_class(optimizer)
-    # torch wraps a class's step when the first optimizer is made of it, a subclass's maybe before that of its base.
+    # torch wraps a class's step when its first instance is created, possibly a subclass's before the base class's.
     if known is None or inspect.unwrap(type(optimizer).step) is not inspect.unwrap(known.step):
         return
-    name, on_own_parts = _UPDATES[full_name(known)]
+    name, on_local_shards = _UPDATES[full_name(known)]
     if name not in vars(optimizer) and getattr(type(optimizer), name) is getattr(known, name):
-        setattr(optimizer, name, on_own_parts(getattr(known, name), optimizer))
-        optimizer.register_step_pre_hook(_bring_step_counts)
+        setattr(optimizer, name, on_local_shards(getattr(known, name), optimizer))
+        optimizer.register_step_pre_hook(_move_step_counts_to_host)
 
 
 def _known_class(optimizer: torch.optim.Optimizer) -> type | None:
@@ -53,7 +52,7 @@ def _known_class(optimizer: torch.optim.Optimizer) -> type | None:
 
 
 def reports_norms(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``report_per_parameter_metrics`` gives L2 norms alone, of tensors that lie as the parameter does."""
+    """Whether ``report_per_parameter_metrics`` returns only L2 norms, of tensors sharded like the parameter."""
     known: Any = _known_class(optimizer)
     name = "report_per_parameter_metrics"
     if known is None or name in vars(optimizer) or not hasattr(known, name):
@@ -70,13 +69,13 @@ def full_name(kind: type) -> str:
 
 
 def _adamw(update: _Update, optimizer: torch.optim.Optimizer) -> _Update:
-    """``DecoupledAdamW.adamw``: of lists of parameters, gradients and state, and of step counts."""
+    """Wrap ``DecoupledAdamW.adamw``, which takes lists of parameters, gradients, state and step counts."""
 
     @functools.wraps(update)
     def adamw(parameters: list[Any], *lists: list[Any], **settings: Any) -> None:
         *tensors, steps = lists
-        there = [each for each in tensors if each]  # without amsgrad there are no largest averages
-        if all(local_tensors(*alike) is not None for alike in zip(parameters, *there, strict=True)):
+        present = [each for each in tensors if each]  # empty without amsgrad: max_exp_avg_sqs
+        if all(local_tensors(*alike) is not None for alike in zip(parameters, *present, strict=True)):
             parameters, *tensors = ([local_tensor(tensor) for tensor in each] for each in (parameters, *tensors))
         update(parameters, *tensors, steps, **settings)
 
@@ -84,14 +83,15 @@ def _adamw(update: _Update, optimizer: torch.optim.Optimizer) -> _Update:
 
 
 def _sgdw(update: _Update, optimizer: torch.optim.Optimizer) -> _Update:
-    """``DecoupledSGDW.sgdw``: of lists of parameters, gradients and momenta, among which it puts missing ones."""
+    """Wrap ``DecoupledSGDW.sgdw``, which takes lists of parameters, gradients and momenta, and fills in missing
+    momenta."""
 
     @functools.wraps(update)
     def sgdw(parameters: list[Any], gradients: list[Any], momenta: list[Any], **settings: Any) -> None:
-        there = [
+        present = [
             [each for each in alike if each is not None] for alike in zip(parameters, gradients, momenta, strict=True)
         ]
-        if any(local_tensors(*each) is None for each in there):
+        if any(local_tensors(*each) is None for each in present):
             update(parameters, gradients, momenta, **settings)
             return
         own = [momentum if momentum is None else local_tensor(momentum) for momentum in momenta]
@@ -104,30 +104,31 @@ def _sgdw(update: _Update, optimizer: torch.optim.Optimizer) -> _Update:
 
 
 def _lionw(update: _Update, optimizer: torch.optim.Optimizer) -> _Update:
-    """``DecoupledLionW.lionw``: of one parameter, its gradient and its average; many at once, where the step ends.
+    """Wrap ``DecoupledLionW.lionw``, which takes one parameter, its gradient and its average; batched at the end of the
+    step.
 
-    At once only if it gives the bits of the fused operations.
+    Batched only if the fused operations return bitwise equal results.
     """
-    waiting = _Waiting() if _is_lion(update) else None
-    if waiting is not None:
-        optimizer.register_step_pre_hook(lambda *unused: waiting.forget())  # of a step that an error ended
-        optimizer.register_step_post_hook(lambda *unused: waiting.update())
+    pending = _PendingUpdates() if _is_lion(update) else None
+    if pending is not None:
+        optimizer.register_step_pre_hook(lambda *unused: pending.clear())  # left from a step that raised
+        optimizer.register_step_post_hook(lambda *unused: pending.update())
 
     @functools.wraps(update)
     def lionw(parameter: Any, gradient: Any, average: Any, *settings: float) -> None:
         own = local_tensors(parameter, gradient, average)
         if own is None:
             update(parameter, gradient, average, *settings)
-        elif waiting is None:
+        elif pending is None:
             update(*own, *settings)
         else:
-            waiting.add(own, settings)
+            pending.add(own, settings)
 
     return lionw
 
 
-# By the full names of their classes (importing LLM Foundry takes long, and not everybody has it): the static method
-# that makes an update, and what makes it on this rank's parts, of one optimizer.
+# Full class name (LLM Foundry is slow to import, and optional) -> static method of the update, and its wrapper for
+# local shards.
 _UPDATES: dict[str, tuple[str, Callable[[_Update, torch.optim.Optimizer], _Update]]] = {
     "composer.optim.decoupled_weight_decay.DecoupledAdamW": ("adamw", _adamw),
     "composer.optim.decoupled_weight_decay.DecoupledSGDW": ("sgdw", _sgdw),
@@ -135,16 +136,16 @@ _UPDATES: dict[str, tuple[str, Callable[[_Update, torch.optim.Optimizer], _Updat
 }
 
 
-class _Waiting:
-    """Parameters of one step that Lion is to update, with their gradients and averages."""
+class _PendingUpdates:
+    """Parameters, gradients and averages of one step for a batched Lion update."""
 
-    # What fused updates take of memory, about; for a moment, as an update of one parameter does.
+    # Approximate temporary memory of a batched update.
     MAX_BYTES = 64 << 20
 
     def __init__(self) -> None:
-        self.forget()
+        self.clear()
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self._parts: list[Sequence[torch.Tensor]] = []
         self._settings: tuple[float, ...] = ()
         self._num_bytes = 0
@@ -158,14 +159,14 @@ class _Waiting:
 
     @torch.no_grad()
     def update(self) -> None:
-        """All that wait."""
+        """Update all pending parameters."""
         if self._parts:
             parameters, gradients, averages = (list(each) for each in zip(*self._parts, strict=True))
-            _lion_of_all(parameters, gradients, averages, *self._settings)
-        self.forget()
+            _foreach_lion(parameters, gradients, averages, *self._settings)
+        self.clear()
 
 
-def _lion_of_all(
+def _foreach_lion(
     parameters: list[torch.Tensor],
     gradients: list[torch.Tensor],
     averages: list[torch.Tensor],
@@ -174,35 +175,35 @@ def _lion_of_all(
     weight_decay: float,
     *betas: float,
 ) -> None:
-    # Decoupled from the learning rate, not from its schedule.
+    # The decay is independent of the base learning rate, but follows its schedule.
     decay = weight_decay * (lr / initial_lr if initial_lr else 1.0)
     lion_(parameters, gradients, averages, lr=lr, keep=1 - decay, betas=betas)
 
 
 @functools.cache
 def _is_lion(update: _Update) -> bool:
-    """Whether Foundry's update of one parameter gives the bits of the fused one, with weight decay and without."""
+    """Whether Foundry's update of one parameter is bitwise equal to the fused one, with and without weight decay."""
     generator = torch.Generator().manual_seed(0)
     for weight_decay in (0.0, 1e-4):
         settings = (0.1, 0.3, weight_decay, 0.9, 0.99)
-        drawn = [torch.randn(1000, generator=generator, device="cpu") for _ in range(3)]
-        one, all_ = ([tensor.clone() for tensor in drawn] for _ in range(2))
+        random = [torch.randn(1000, generator=generator, device="cpu") for _ in range(3)]
+        one, all_ = ([tensor.clone() for tensor in random] for _ in range(2))
         update(*one, *settings)
         parameters, gradients, averages = ([tensor] for tensor in all_)
-        _lion_of_all(parameters, gradients, averages, *settings)
+        _foreach_lion(parameters, gradients, averages, *settings)
         if not all(map(torch.equal, one, all_)):
             return False
     return True
 
 
-def _bring_step_counts(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
-    """Move step counts to the host, where torch's AdamW keeps them: the update reads each, and would wait for a GPU."""
-    away: dict[torch.device, list[dict[str, Any]]] = {}
+def _move_step_counts_to_host(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+    """Move step counts to the host, where torch's AdamW stores them: reading each on a GPU would synchronise."""
+    by_device: dict[torch.device, list[dict[str, Any]]] = {}
     for state in optimizer.state.values():
-        step = state.get("step") if isinstance(state, dict) else None  # a subclass may keep numbers of its own there
+        step = state.get("step") if isinstance(state, dict) else None  # a subclass may store plain numbers
         if isinstance(step, torch.Tensor) and not isinstance(step, DTensor) and step.device.type != "cpu":
-            away.setdefault(step.device, []).append(state)
-    for states in away.values():
+            by_device.setdefault(step.device, []).append(state)
+    for states in by_device.values():
         counts = torch.stack([state["step"] for state in states]).cpu()
         for state, count in zip(states, counts, strict=True):
-            state["step"] = count.clone()  # apart from each other, as they were
+            state["step"] = count.clone()  # separate tensors, as before

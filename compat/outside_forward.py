@@ -1,4 +1,4 @@
-"""A ComposerModel's loss and metrics that use parameters, which are sharded there."""
+"""Access to full parameters in a ComposerModel's loss and metrics, where they are sharded."""
 
 import contextlib
 import functools
@@ -13,16 +13,18 @@ from composer_fsdp2.training.outside_forward import FullTensorMode, explain_mixe
 
 
 @contextlib.contextmanager
-def parameters_at_hand(trainer: Any) -> Iterator[None]:
-    """Within the block, ``loss`` and ``update_metric`` of the Trainer's model may use any parameter of it, and an error
-    of torch's for parameters that are used elsewhere names what to write."""
+def allow_full_parameters(trainer: Any) -> Iterator[None]:
+    """Let ``loss`` and ``update_metric`` of the Trainer's model use any of its parameters in the block.
+
+    For parameters used elsewhere, torch's error is extended by the necessary change.
+    """
     model = trainer._original_model
     if not sharded_roots(model):
         yield
         return
     with contextlib.ExitStack() as stack:
         for name in ("loss", "update_metric"):
-            stack.enter_context(replaced(model, name, _in_full(getattr(model, name))))
+            stack.enter_context(replaced(model, name, _with_full_parameters(getattr(model, name))))
         try:
             yield
         except RuntimeError as error:
@@ -30,7 +32,7 @@ def parameters_at_hand(trainer: Any) -> Iterator[None]:
             raise
 
 
-def _in_full(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_full_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         with FullTensorMode():
@@ -40,12 +42,12 @@ def _in_full(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def around_event(state: State, event: Event) -> contextlib.AbstractContextManager[Any]:
-    """What algorithms and callbacks run in: those that add a penalty to the loss use parameters as the loss does."""
+    """A context for algorithms and callbacks, which may use parameters for a penalty after the loss."""
     is_loss = event is Event.AFTER_LOSS and is_sharded(state.model)
     return FullTensorMode() if is_loss else contextlib.nullcontext()
 
 
 def after_event(state: State, event: Event) -> None:
-    """The Trainer adds up several losses, of which one may be a penalty that no plain tensor was added to."""
+    """The Trainer sums several losses; one may be a penalty that is still a DTensor."""
     if event is Event.BEFORE_BACKWARD:
         state.loss = full_tensors(state.loss)

@@ -1,8 +1,8 @@
-"""Pinned host memory for an asynchronous save's copy of what lies on a GPU, the same memory for every save.
+"""Pinned host memory for an asynchronous save's copies of GPU tensors, reused by all saves.
 
-Copies to pageable memory go at 2 to 4 GB/s, and training waits for them. torch pins a tensor's memory rounded up to a
-power of two (CachingHostAllocator, torch 2.7), which makes a state 1.1 to 1.7 times as large; so this is ordinary
-memory, registered with CUDA.
+Copies to pageable memory run at 2 to 4 GB/s, and training waits for them. torch rounds pinned allocations up to a power
+of two (CachingHostAllocator, torch 2.7), which increases a state's size by a factor of 1.1 to 1.7; therefore ordinary
+memory is registered with CUDA instead.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ log = logging.getLogger(__name__)
 
 
 def is_on_device(tensor: torch.Tensor) -> bool:
-    """Whether it is copied to pinned memory; what lies in host memory (CPU offload) is copied within it."""
+    """Whether a tensor is copied to pinned memory; tensors in host memory (CPU offload) are copied within it."""
     return tensor.device.type != "cpu"
 
 
-def left_on_device(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """In the block, Composer's State collects what lies on a device as it is, and makes no pageable copy of it.
+def keep_on_device(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """In the block, Composer's State collects device tensors without a pageable copy.
 
     Without effect for a model in host memory.
     """
@@ -46,38 +46,38 @@ def left_on_device(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 
 class PinnedCopies:
-    """Copies of a rank's tensors in one piece of pinned memory of their size, which stays for the next copies."""
+    """Copies of a rank's tensors in one pinned buffer of exactly their size, reused by later copies."""
 
     def __init__(self) -> None:
         self._memory: _HostMemory | None = None
 
     @torch.no_grad()
     def of(self, tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """The copies, by the ``id`` of what was copied; DTensors are copied as their local parts.
+        """Copy tensors; returns the copies by ``id`` of the original. A DTensor's local tensor is copied.
 
-        The copies of an earlier call are written over. Memory for more than all earlier calls had is allocated. Waits
-        for the device once, and does not communicate. Accelerators that are not CUDA's copy to pageable memory.
+        Overwrites the copies of an earlier call, and allocates a larger buffer if necessary. Synchronises with the
+        device once; does not communicate. On accelerators other than CUDA, copies are pageable.
         """
         by_id = {id(tensor): tensor for tensor in tensors}
         parts = [local_tensor(tensor) for tensor in by_id.values()]
-        copies = self._rooms(parts)
+        copies = self._empty_copies(parts)
         for copied, part in zip(copies, parts, strict=True):
             copied.copy_(part, non_blocking=_is_on_cuda(part))
         for device in {part.device for part in parts if _is_on_cuda(part)}:
             torch.cuda.current_stream(device).synchronize()
         return {key: with_local_tensor(by_id[key], copied) for key, copied in zip(by_id, copies, strict=True)}
 
-    def _rooms(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Room in the memory for a copy of each."""
+    def _empty_copies(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Allocate a copy of each tensor in the buffer."""
         starts = [0, *itertools.accumulate(-(-part.nbytes // _ALIGNMENT) * _ALIGNMENT for part in parts)]
         num_bytes = starts.pop()
         if num_bytes and (self._memory is None or self._memory.num_bytes < num_bytes):
-            self._memory = None  # first, so that its pages are there for the new one
+            self._memory = None  # first, to free its pages for the new buffer
             self._memory = _HostMemory(num_bytes, pin=any(map(_is_on_cuda, parts)))
-        return [_room(self._memory, start, part) for start, part in zip(starts, parts, strict=True)]
+        return [_empty_copy(self._memory, start, part) for start, part in zip(starts, parts, strict=True)]
 
 
-# Where a tensor begins: torch's own allocator for the host aligns so, for any dtype and vectorised code.
+# The alignment of torch's host allocator, sufficient for any dtype and for vectorised code.
 _ALIGNMENT = 64
 
 
@@ -85,10 +85,11 @@ def _is_on_cuda(part: torch.Tensor) -> bool:
     return part.is_cuda
 
 
-def _room(memory: "_HostMemory | None", start: int, part: torch.Tensor) -> torch.Tensor:
-    """An empty tensor with the strides of ``part.to("cpu")``: those of ``part`` where it is dense, to copy its bytes.
+def _empty_copy(memory: "_HostMemory | None", start: int, part: torch.Tensor) -> torch.Tensor:
+    """An empty tensor with the strides of ``part.to("cpu")``; for a dense ``part`` these are its own, so bytes are
+    copied.
 
-    It has a storage of its own, because ``torch.save`` writes all of a tensor's storage.
+    It has a separate storage, because ``torch.save`` writes a tensor's full storage.
     """
     if not part.numel():
         return torch.empty_like(part, device="cpu")
@@ -102,26 +103,27 @@ def _room(memory: "_HostMemory | None", start: int, part: torch.Tensor) -> torch
 
 
 class _HostMemory:
-    """Memory of the very size that was asked for. Pinned while this object lives; tensors in it may live longer.
+    """Memory of exactly the requested size. Pinned while this object is alive; tensors in it may live longer.
 
     Args:
-        pin: Whether to try.
+        pin: Whether to try to pin it.
     """
 
     def __init__(self, num_bytes: int, *, pin: bool) -> None:
         self.num_bytes = num_bytes
         self.buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # A data loader's worker that is forked would share the pages until one of the two writes; the process that gets
-        # a new page then, this one perhaps, no longer has the one that the GPU writes to.
+        # A forked data loader worker would share the pages copy-on-write. After a write, the process that gets a new
+        # page, possibly this one, no longer owns the page that the GPU writes to.
         self.buffer.madvise(mmap.MADV_DONTFORK)
         address = torch.frombuffer(self.buffer, dtype=torch.uint8).data_ptr()
         if pin and _pin(address, num_bytes):
-            # Before the pages are given back: each tensor in them holds the buffer. The end of the process unpins, too.
+            # Runs before the pages are freed, because each tensor in them references the buffer. The end of the process
+            # unpins, too.
             weakref.finalize(self, _unpin, address).atexit = False
 
 
 def _pin(address: int, num_bytes: int) -> bool:
-    """Whether it could be done; a save to pageable memory is better than none."""
+    """Whether the memory was pinned; on failure it is pageable, which a save can still use."""
     runtime: Any = torch.cuda.cudart()
     error = runtime.cudaHostRegister(address, num_bytes, _PORTABLE)
     if not int(error):
@@ -131,7 +133,8 @@ def _pin(address: int, num_bytes: int) -> bool:
         num_bytes / (1 << 30),
         runtime.cudaGetErrorString(error),
     )
-    # CUDA keeps an error until it is asked for, which torch does where it launches a kernel: this one, not training's.
+    # CUDA stores an error until it is queried, which torch does at a kernel launch: clear it before training's next
+    # one.
     with contextlib.suppress(RuntimeError):
         torch.ones((), device="cuda")
     return False

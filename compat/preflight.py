@@ -1,4 +1,4 @@
-"""What would fail late, or do nothing, on a sharded model: refused or put right before training begins."""
+"""Reject or correct, before training, settings that would fail late or have no effect on a sharded model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +40,7 @@ def refuse_copies(state: State) -> None:
     """Called on all ranks before a Trainer shards its model, and before each fit.
 
     Raises:
-        UnsupportedError: an algorithm or a callback would fail later; names each, and what to do instead.
+        UnsupportedError: an algorithm or a callback would fail later; names each, and the alternative.
     """
     if state.fsdp_config is None and not is_sharded(state.model):
         return
@@ -53,10 +53,10 @@ def refuse_copies(state: State) -> None:
 @seam(
     "composer.utils.inference",
     "export_for_inference",
-    why="rank 0 failed on an assertion of torch's, and the other ranks went on",
+    why="rank 0 failed an assertion in torch, and the other ranks continued",
 )
 def export_for_inference(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """``composer.utils.inference.export_for_inference``, which rank 0 alone goes into."""
+    """Replaces ``composer.utils.inference.export_for_inference``, which only rank 0 executes."""
     if is_sharded(model):
         raise UnsupportedError(
             f"export_for_inference copies the model, and a sharded one cannot be copied; {_HOW_TO_EXPORT}"
@@ -64,14 +64,14 @@ def export_for_inference(original: Callable[..., Any], model: nn.Module, *args: 
     original(model, *args, **kwargs)
 
 
-# By name: importing LLM Foundry takes long, and not everybody has it.
+# As a string: LLM Foundry is slow to import, and optional.
 _LAYER_FREEZING = "llmfoundry.callbacks.resumption_callbacks.LayerFreezing"
 
 
 def name_layers_to_freeze(state: Any) -> None:
-    """Layers to freeze, named as in FSDP1's model or as in the model itself, under the names that they have here.
+    """Map layer names of LLM Foundry's LayerFreezing, from FSDP1's model or the unwrapped model, to this model's names.
 
-    LLM Foundry's callback LayerFreezing compares names; called on each rank before it runs (at the start of fit).
+    The callback compares names; called on each rank before it runs (at the start of fit).
     """
     own = {canonical(name): name for name, _ in state.model.named_parameters()}
     for callback in state.callbacks:

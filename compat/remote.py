@@ -1,7 +1,7 @@
-"""Checkpoints in object stores and behind URLs: what the ranks of a machine need of one, in a folder that they share.
+"""Download checkpoints from object stores and URLs to a folder shared by the ranks of a machine.
 
-Of a layout that has its metadata in one file, that is downloaded first, and each other file when a rank of this machine
-opens it; of every other layout all files are, by the ranks of a machine together.
+If a layout has one metadata file, that is downloaded first, and each other file when a rank of this machine opens it.
+For other layouts, the ranks of a machine download all files together.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import all_gather_object
 
 _LINK = ".symlink"
-_LINK_FILE = "link"  # of this machine, with a downloaded link's text
+_LINK_FILE = "link"  # a local file with a downloaded link's text
 _RANKS = re.compile(r"\{(rank|local_rank|node_rank)\}")
 _MAX_LINKS = 8
 _DOWNLOADING = "downloading a checkpoint"
@@ -43,21 +43,21 @@ _DOWNLOADING = "downloading a checkpoint"
 
 @contextlib.contextmanager
 def local_checkpoint(path: str, object_store: Any, progress_bar: bool) -> Iterator[Located]:
-    """A checkpoint, wherever it lies, for the length of a with block. Called on all ranks.
+    """Provide a checkpoint from any location within a with block. Called on all ranks.
 
     Args:
-        path: On this machine; a URL or a URI; or an object's name, a prefix of names (a folder), or a ``.symlink``
-            to either, in ``object_store``.
-        object_store: One of Composer's, or a LoggerDestination that can download.
+        path: A local path; a URL or a URI; or, in ``object_store``, the name of an object, a prefix of names (a
+            folder), or a ``.symlink`` to either.
+        object_store: A store of Composer, or a LoggerDestination that supports downloads.
     Raises:
-        CheckpointError: on all ranks; there is nothing, or it cannot be downloaded. Names the objects.
+        CheckpointError: on all ranks: it does not exist, or cannot be downloaded. Names the objects.
     """
     is_url = path.lower().startswith(("http://", "https://"))
     if object_store is None and not is_url:
         object_store = maybe_create_object_store_from_uri(path)
         path = parse_uri(path)[2] if object_store is not None else path
     if object_store is None and not is_url:
-        local = _as_local_rank_0_finds_it(path)
+        local = _find_on_local_rank_0(path)
         located = together(lambda: local if isinstance(local, Located) else find(local))
         long_together(lambda: _validate_share(located), "validating a checkpoint")
         yield located
@@ -66,7 +66,7 @@ def local_checkpoint(path: str, object_store: Any, progress_bar: bool) -> Iterat
     with folder_per_host(firsts) as folder:
         source = _Store(object_store, progress_bar, folder / "incomplete")
         found = once_per_host(lambda: _find(source, path, folder), _DOWNLOADING, firsts)
-        together(lambda: found, lambda path: path.name)  # a link may have changed between two machines' reading
+        together(lambda: found, lambda path: path.name)  # a link may have changed between the reads of two machines
         long_together(functools.partial(_download_share, source, found), _DOWNLOADING)
         if found.layout is not None:
             yield Located(found.local, found.layout, fetch=functools.partial(_fetch, source, found))
@@ -74,12 +74,13 @@ def local_checkpoint(path: str, object_store: Any, progress_bar: bool) -> Iterat
             yield found.located or together(lambda: find(found.local))
 
 
-def _as_local_rank_0_finds_it(path: str) -> str | Located:
-    """What all ranks of this machine read, as under Composer: what its first rank finds.
+def _find_on_local_rank_0(path: str) -> str | Located:
+    """The checkpoint that the first rank of this machine finds, which all its ranks read, as in Composer.
 
-    Each rank may have named a folder of its own (``tempfile.mkdtemp()``), of which the first one's was written to.
-    Where the first rank finds nothing each rank names its own path in its error.
-    Called on all ranks, gathers what they found.
+    Each rank may have passed a different folder (``tempfile.mkdtemp()``), of which only the first rank's was written.
+    If the first rank finds nothing, each rank's error names its own path.
+
+    Called on all ranks; gathers the results.
     """
     found = None
     if dist.get_local_rank() == 0:
@@ -90,21 +91,21 @@ def _as_local_rank_0_finds_it(path: str) -> str | Located:
 
 
 def _first_ranks_of_machines() -> list[int]:
-    """For each rank, the first one of its machine, as Composer's launcher counts them. Called on all ranks."""
+    """For each rank, the first rank of its machine, by the local ranks of Composer's launcher. Called on all ranks."""
     return all_gather_object(dist.get_global_rank() - dist.get_local_rank())
 
 
 def _validate_share(located: Located) -> None:
-    """The user's own check of a checkpoint's files, which the ranks of a machine share between them."""
+    """Run the user's check of a checkpoint's files, distributed over the ranks of a machine."""
     for file in located.files[dist.get_local_rank() :: dist.get_local_world_size()]:
         _validate(file)
 
 
 def _validate(file: Path) -> None:
-    """The user's own check of a file, which CHECKPOINT_VALIDATION_FUNCTION names, before anything of it is read.
+    """Run the user's check in CHECKPOINT_VALIDATION_FUNCTION on a file, before it is read.
 
     Raises:
-        CheckpointError: it refused the file.
+        CheckpointError: the check rejected the file.
     """
     try:
         _ensure_valid_checkpoint(file)
@@ -117,7 +118,7 @@ def _validate(file: Path) -> None:
 
 
 class _Store:
-    """An object store or server that checkpoints are downloaded from."""
+    """An object store or server from which checkpoints are downloaded."""
 
     def __init__(self, object_store: Any, progress_bar: bool, incomplete: Path) -> None:
         self._store, self._progress_bar, self._incomplete = object_store, progress_bar, incomplete
@@ -126,10 +127,10 @@ class _Store:
         return type(self._store).__name__ if self._store is not None else "the server"
 
     def download(self, name: str, file: Path) -> bool:
-        """Whether there is such an object; it is in ``file`` then.
+        """Download an object to ``file``; returns whether it exists.
 
         Raises:
-            CheckpointError: it could not be downloaded, also after five attempts, or the user's own check refused it.
+            CheckpointError: five attempts failed, or the user's check rejected the file.
         """
         incomplete = self._folder_of(name) / file.name
         try:
@@ -145,7 +146,7 @@ class _Store:
             incomplete.replace(file)
         return is_there
 
-    @retry(num_attempts=5)  # as Composer's download_object_or_file, but not where there is nothing
+    @retry(num_attempts=5)  # like Composer's download_object_or_file, but a missing object is not retried
     def _download(self, name: str, file: Path) -> bool:
         file.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -156,18 +157,18 @@ class _Store:
 
     @contextlib.contextmanager
     def locked(self, name: str) -> Iterator[None]:
-        """No other rank of this machine downloads the object within the block."""
+        """A lock on the object among the ranks of this machine."""
         (folder := self._folder_of(name)).mkdir(parents=True, exist_ok=True)
         with open(folder / ".lock", "a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
     def _folder_of(self, name: str) -> Path:
-        """Where an object is until it is complete; names may be longer than a file's may."""
+        """The folder of an incomplete download; object names may be longer than file names."""
         return self._incomplete / hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()
 
     def names_below(self, folder: str) -> list[str]:
-        """The objects whose names begin with a folder's; none where the store cannot list."""
+        """The objects in a folder; none if the store cannot list objects."""
         try:
             return sorted(self._store.list_objects(f"{folder}/"))
         except (AttributeError, NotImplementedError):
@@ -176,14 +177,14 @@ class _Store:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """What a name stands for.
+    """The object or folder to which a name refers.
 
     Args:
-        name: Of the object, or of the folder.
-        local: The same on this machine.
-        located: Of an object that is a checkpoint.
-        layout: Of a folder of which only the file with the metadata is there.
-        missing: Other files on this machine that must be downloaded before it can be read.
+        name: The object's or folder's name.
+        local: Its path on this machine.
+        located: The checkpoint, if it is an object.
+        layout: The layout of a folder from which only the metadata file was downloaded.
+        missing: Local paths of files that must be downloaded before reading.
     """
 
     name: str
@@ -193,20 +194,20 @@ class _Found:
     missing: tuple[Path, ...] = ()
 
     def name_of(self, file: Path) -> str:
-        """The object's name of a file: in the folder that was found, or beside the file that was."""
+        """The object name of a file in the folder, or beside the file."""
         if file.is_relative_to(self.local):
             return f"{self.name}/{file.relative_to(self.local).as_posix()}"
         return str(PurePosixPath(self.name).with_name(file.name))
 
 
 def _download_share(source: _Store, found: _Found) -> None:
-    """This rank's share of the files that are needed before anything is read."""
+    """Download this rank's share of the files that are needed before reading."""
     for file in found.missing[dist.get_local_rank() :: dist.get_local_world_size()]:
         _fetch(source, found, file)
 
 
 def _fetch(source: _Store, found: _Found, file: Path) -> None:
-    """Download a file, unless a rank of this machine has; the others that need it wait for the one that does."""
+    """Download a file unless a rank of this machine has; other ranks that need it wait."""
     name = found.name_of(file)
     if not file.exists():
         with source.locked(name):
@@ -215,7 +216,7 @@ def _fetch(source: _Store, found: _Found, file: Path) -> None:
 
 
 def _find(source: _Store, path: str, folder: Path) -> _Found:
-    """Follow links to an object or a folder, and download the object, or the folder's metadata."""
+    """Follow links to an object or a folder; download the object, or the folder's metadata."""
     name, tried = _RANKS.sub("0", path).rstrip("/"), list[str]()
     for _ in range(_MAX_LINKS):
         if not name.endswith(_LINK):
@@ -231,7 +232,7 @@ def _find(source: _Store, path: str, folder: Path) -> _Found:
 
 
 def _link_target(source: _Store, name: str, folder: Path) -> str | None:
-    """The name in a ``.symlink`` object, which Composer writes beside its checkpoints; None if there is none."""
+    """The target in a ``.symlink`` object, which Composer writes beside its checkpoints; None if it does not exist."""
     file = folder / _LINK_FILE
     if not source.download(name, file):
         return None
@@ -243,10 +244,10 @@ def _link_target(source: _Store, name: str, folder: Path) -> str | None:
 
 
 def _object_or_folder(source: _Store, name: str, folder: Path, tried: list[str]) -> _Found | None:
-    own_name = PurePosixPath(name).name
-    file, local = (inside(folder / kind, own_name, named_by=f"{source}") for kind in ("file", "folder"))
+    basename = PurePosixPath(name).name
+    file, local = (inside(folder / kind, basename, named_by=f"{source}") for kind in ("file", "folder"))
 
-    def as_object() -> _Found | None:
+    def try_object() -> _Found | None:
         tried.append(name)
         if not source.download(name, file):
             return None
@@ -255,7 +256,7 @@ def _object_or_folder(source: _Store, name: str, folder: Path, tried: list[str])
         others = set(layout.files_beside(file)) - {file}
         return _Found(name=name, local=file, located=Located(file, layout), missing=tuple(sorted(others)))
 
-    def as_folder() -> _Found | None:
+    def try_folder() -> _Found | None:
         for layout in LAYOUTS:
             if layout.metadata is not None:
                 file, _ = layout.metadata
@@ -264,14 +265,14 @@ def _object_or_folder(source: _Store, name: str, folder: Path, tried: list[str])
                     return _Found(name=name, local=local, layout=layout)
         return _listed_folder(source, name, local)
 
-    # A name with an ending is a file's most often, and each question to a store costs time.
-    ways = (as_object, as_folder) if PurePosixPath(name).suffix else (as_folder, as_object)
-    return ways[0]() or ways[1]()
+    # A name with a suffix is usually a file, and each request to a store takes time.
+    attempts = (try_object, try_folder) if PurePosixPath(name).suffix else (try_folder, try_object)
+    return attempts[0]() or attempts[1]()
 
 
 def _listed_folder(source: _Store, name: str, local: Path) -> _Found | None:
-    """Other layouts that are folders: safetensors, and Composer's checkpoint package."""
-    # What ends with a slash is not a file: stores' own pages make such objects for folders.
+    """A folder in another layout: safetensors, or Composer's checkpoint package."""
+    # Names that end with a slash are not files: stores' web interfaces create them for folders.
     below = [below.removeprefix(f"{name}/") for below in source.names_below(name) if not below.endswith("/")]
     if not below:
         return None

@@ -1,6 +1,6 @@
-"""A checkpoint of a sharded model, written under the names that an FSDPConfig gave it under FSDP1.
+"""Save checkpoints of a sharded model under the same names as FSDP1 with the same FSDPConfig.
 
-Sharded ones are written by Composer's own code, full ones without gathering the model on rank 0.
+Composer writes sharded checkpoints; full ones are written without gathering the model on rank 0.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from composer_fsdp2.sharding.agree import all_gather_object
 from composer_fsdp2.sharding.long_work import long_work
 from composer_fsdp2.sharding.sharded import is_sharded
 
-from .full_state import keeps_shards, shards_kept
+from .full_state import keeping_shards, keeps_shards
 from .loading import IgnoreKeys
 from .seams import seam
 
@@ -42,9 +42,9 @@ from .seams import seam
 
 
 def sharded_state_dict(state: State, weights_only: bool, ignore_keys: IgnoreKeys) -> dict[str, Any]:
-    """What Composer would save, with DTensors in place of full tensors. Called on all ranks."""
+    """Composer's state dict, with DTensors instead of full tensors. Called on all ranks."""
     as_sharded = replaced(state.fsdp_config, "state_dict_type", "sharded")
-    with shards_kept(not state.fsdp_sharded_state_dict_enabled), as_sharded:
+    with keeping_shards(not state.fsdp_sharded_state_dict_enabled), as_sharded:
         if weights_only:
             parts = {
                 "model": state.get_model_state_dict(),
@@ -64,26 +64,26 @@ def sharded_state_dict(state: State, weights_only: bool, ignore_keys: IgnoreKeys
 @seam(
     "composer.core.state",
     "State.state_dict",
-    why="shards that an algorithm holds (EMA's averages) were saved as rank 0's alone, in a pickle of DTensors",
+    why="shards of an algorithm (EMA's averages) were saved as rank 0's only, in a pickle of DTensors",
 )
 def state_dict(original: Callable[..., Any], self: State) -> dict[str, Any]:
-    """``State.state_dict``: what algorithms and callbacks hold of the parameters is full, in host memory, on rank 0.
+    """Replaces ``State.state_dict``: DTensors of algorithms and callbacks are full tensors in rank 0's host memory.
 
-    As under FSDP1, where each rank had it in full; a file of either loads into the other.
+    As with FSDP1, where each rank had full tensors; a file of either can be loaded with the other.
     """
     saved: dict[str, Any] = original(self)
     if is_sharded(self.model) and not keeps_shards.get():
-        # A planner that the user gave may have any rank write an object that all of them have.
+        # With a user's planner, any rank may write an object that all ranks have.
         keeps = dist.get_rank() == 0 or getattr(self.fsdp_config, "save_planner", None) is not None
-        saved.update((name, _unsharded(saved[name], keeps)) for name in HOLDERS if name in saved)
+        saved.update((name, _unsharded(saved[name], keeps)) for name in ENTRIES_WITH_SHARDS if name in saved)
     return saved
 
 
-HOLDERS = ("algorithms", "callbacks")
+ENTRIES_WITH_SHARDS = ("algorithms", "callbacks")
 
 
 def _unsharded(value: Any, keeps: bool) -> Any:
-    """The value with full tensors for DTensors, or None in their place; the value itself where there are none.
+    """The value with full tensors instead of DTensors, or None instead of them; unchanged without DTensors.
 
     Called on all ranks.
     """
@@ -91,7 +91,7 @@ def _unsharded(value: Any, keeps: bool) -> Any:
     def unsharded(part: Any, path: EntryPath) -> Any:
         if not isinstance(part, DTensor):
             return part
-        tensor = part.to(part.device_mesh.device_type)  # where its group communicates
+        tensor = part.to(part.device_mesh.device_type)  # the device of its process group
         assert isinstance(tensor, DTensor)
         full = tensor.full_tensor()
         return full.cpu() if keeps else None
@@ -126,8 +126,8 @@ def save(
     weights_only: bool = False,
     ignore_keys: IgnoreKeys = None,
 ) -> str | None:
-    """``composer.utils.checkpoint._save_checkpoint``: full checkpoints go to the file shard by shard."""
-    # A function may look at, and change, full tensors: it gets them, on rank 0, as before.
+    """Replaces ``composer.utils.checkpoint._save_checkpoint``: full checkpoints are written shard by shard."""
+    # An ignore function may read and modify full tensors: it gets them on rank 0, as in Composer.
     if not is_sharded(state.model) or state.fsdp_sharded_state_dict_enabled or callable(ignore_keys):
         path: str | None = original(state, save_filename, weights_only=weights_only, ignore_keys=ignore_keys)
         return path
@@ -136,7 +136,7 @@ def save(
 
 
 def write_full(state_dict: dict[str, Any], filename: str, group: dist.ProcessGroup | None = None) -> None:
-    """A monolithic checkpoint, packed as its name says. Called on all ranks."""
+    """Write a monolithic checkpoint, compressed as its suffix specifies. Called on all ranks."""
     if not (is_tar(filename) or is_compressed_pt(filename)):
         save_monolithic(state_dict, filename, group=group)
         return
@@ -147,9 +147,10 @@ def write_full(state_dict: dict[str, Any], filename: str, group: dist.ProcessGro
 
 
 def _pack_beside(unpacked: Path, path: Path) -> None:
-    """Pack ``unpacked`` as ``path``, and remove it."""
+    """Compress ``unpacked`` to ``path``, and remove it."""
     try:
-        with replacing(path, ending="".join((".partial", *path.suffixes[-2:]))) as packed:  # they say how
+        # The suffix selects the compression
+        with replacing(path, ending="".join((".partial", *path.suffixes[-2:]))) as packed:
             _pack(unpacked, packed)
     except Exception as error:  # a compressor that failed, a full disk
         raise CheckpointError(
@@ -171,7 +172,7 @@ def _pack(source: Path, packed: Path) -> None:
 
 
 def write_sharded(state: State, state_dict: dict[str, Any], filename: str, group: dist.ProcessGroup | None) -> None:
-    """A DCP directory, as Composer writes it: one replica writes, rank 0 alone the random states."""
+    """Write a DCP directory as Composer does: only one replica writes, and only rank 0 writes the RNG states."""
     assert state.fsdp_config is not None
     if dist.get_rank() > 0:
         state_dict.pop("rng", None)
@@ -183,7 +184,7 @@ def write_sharded(state: State, state_dict: dict[str, Any], filename: str, group
 
 
 def writes_shards(state: State) -> bool:
-    """Whether this rank is of the first replica."""
+    """Whether this rank belongs to the first replica."""
     mesh, name = state.device_mesh, ParallelismType.DATA_PARALLEL_REPLICATE.value
     if mesh is None or mesh.mesh_dim_names is None or name not in mesh.mesh_dim_names:
         return True
@@ -193,7 +194,7 @@ def writes_shards(state: State) -> bool:
 @seam(
     "composer.checkpoint.save",
     "_save_sharded_state_dict_to_disk",
-    why="rank 0 asked whether the folder is there while the others were making it: now and then a save hung",
+    why="rank 0 checked for the folder while the others were creating it: occasionally a save hung",
 )
 def write_shards(
     original: Callable[..., Any],
@@ -202,12 +203,12 @@ def write_shards(
     overwrite: bool = False,
     save_format: str = "pt",
 ) -> str | None:
-    """``_save_sharded_state_dict_to_disk`` of ``composer.checkpoint``: whether the folder is there, asked in time.
+    """Replaces ``_save_sharded_state_dict_to_disk`` of ``composer.checkpoint``: checks for an existing folder first.
 
-    Composer 0.32.1 has rank 0 ask while the other ranks go on to torch, which makes the folder: of a fresh one a save
-    says now and then that it exists, on rank 0 alone, and the others wait for ever.
+    In Composer 0.32.1, rank 0 checks while the other ranks enter torch, which creates the folder: occasionally rank 0
+    raises that it exists, and the others hang.
 
-    Called on all ranks; gathers rank 0's answer.
+    Called on all ranks; gathers rank 0's result.
     """
     if (
         not overwrite

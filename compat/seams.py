@@ -1,8 +1,8 @@
-"""Replace functions and methods of another package, everywhere they are bound, and put them back.
+"""Replace functions and methods of another package at all their bindings, and restore them.
 
-A seam is a decorated function in the file that tells its story::
+A seam is a decorated function::
 
-    @seam("composer.utils.misc", "is_model_fsdp", why="scripts and callbacks ask it whether a model is sharded")
+    @seam("composer.utils.misc", "is_model_fsdp", why="scripts and callbacks check whether a model is sharded")
     def is_model_fsdp(original: Callable[[nn.Module], bool], model: nn.Module) -> bool:
         return is_sharded(model) or original(model)
 """
@@ -20,14 +20,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seam:
-    """One function or method of another package that is replaced.
+    """A function or method of another package that is replaced.
 
     Args:
-        module: Where the function or class is defined.
+        module: The module that defines the function or class.
         name: ``function``, or ``Class.method``.
-        replacement: Called with the original and then with what that would have been called with.
-        why: What goes wrong without it (read and measured on Composer 0.32.1).
-        leaves: Packages whose modules keep the original under their own names.
+        replacement: Called with the original, followed by the original's arguments.
+        why: The fault without it (read and measured in Composer 0.32.1).
+        leaves: Packages whose modules are not rebound.
     """
 
     module: str
@@ -37,9 +37,9 @@ class Seam:
     leaves: tuple[str, ...] = ()
 
     def around(self, original: Any) -> Any:
-        """What takes the original's place; for the raw descriptor of a class or static method, such a descriptor.
+        """The object that replaces the original; a classmethod or staticmethod if the original is one.
 
-        For a class, what the replacement returns: it is called with the class, once.
+        A class is replaced by the return value of ``replacement``, which is called with it once.
         """
         if isinstance(original, type):
             return self.replacement(original)
@@ -57,7 +57,7 @@ _SEAMS: list[Seam] = []
 
 
 def seam(module: str, *names: str, why: str, leaves: tuple[str, ...] = ()) -> Callable[[F], F]:
-    """The decorated function takes the place of ``names`` in ``module``; see ``Seam`` for what it is called with."""
+    """Make the decorated function replace ``names`` in ``module``; see ``Seam`` for its arguments."""
 
     def note(replacement: F) -> F:
         _SEAMS.extend(Seam(module=module, name=name, replacement=replacement, why=why, leaves=leaves) for name in names)
@@ -66,14 +66,14 @@ def seam(module: str, *names: str, why: str, leaves: tuple[str, ...] = ()) -> Ca
     return note
 
 
-def noted_seams() -> tuple[Seam, ...]:
-    """The seams of the files that were imported by now."""
+def registered_seams() -> tuple[Seam, ...]:
+    """The seams of all files imported so far."""
     return tuple(_SEAMS)
 
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """A seam that is in place."""
+    """An installed seam."""
 
     seam: Seam
     original: Any
@@ -81,7 +81,7 @@ class Replacement:
 
 
 def replace(seams: Sequence[Seam]) -> list[Replacement]:
-    """Put every seam's replacement wherever its original is bound now; nothing is changed if one is not found."""
+    """Install every seam at all current bindings of its original; changes nothing if an original is not found."""
     originals = [vars(_owner(each))[_attribute(each)] for each in seams]
     replacements = [
         Replacement(each, original, each.around(original)) for each, original in zip(seams, originals, strict=True)
@@ -90,8 +90,8 @@ def replace(seams: Sequence[Seam]) -> list[Replacement]:
     return replacements
 
 
-def put_back(replacements: Sequence[Replacement]) -> None:
-    """Undo ``replace``, also in modules that were imported in between."""
+def restore(replacements: Sequence[Replacement]) -> None:
+    """Undo ``replace``, also in modules imported since."""
     _rebind([(each.seam, each.new, each.original, ()) for each in replacements])
 
 
@@ -107,10 +107,10 @@ def _attribute(seam: Seam) -> str:
 
 
 def _rebind(changes: Sequence[tuple[Seam, Any, Any, tuple[str, ...]]]) -> None:
-    """Set what each change's seam names, and every other binding of the old function or class, to the new one.
+    """Set the attribute of each seam, and every other binding of the old function or class, to the new one.
 
     Args:
-        changes: The seam, the old, the new, and the packages whose modules are left alone.
+        changes: Tuples of seam, old, new, and packages whose modules are not changed.
     """
     functions: dict[int, tuple[Any, tuple[str, ...]]] = {}
     for seam_, old, new, leaves in changes:
@@ -118,8 +118,8 @@ def _rebind(changes: Sequence[tuple[Seam, Any, Any, tuple[str, ...]]]) -> None:
         setattr(owner, _attribute(seam_), new)
         if isinstance(owner, ModuleType):
             functions[id(old)] = new, leaves
-    # `from composer.distributed import prepare_fsdp_module` binds the function itself, under this name or another.
-    # Thousands of modules, so they are gone through once for all changes.
+    # `from composer.distributed import prepare_fsdp_module` binds the function, possibly under another name. A single
+    # pass over sys.modules, which has thousands of entries, applies all changes.
     for module in list(sys.modules.values()):
         bindings = getattr(module, "__dict__", None)
         if isinstance(bindings, dict) and isinstance(module, ModuleType):

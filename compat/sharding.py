@@ -1,4 +1,4 @@
-"""Have a Trainer or a script shard a model, ask whether it is sharded, and get its full parameters."""
+"""Shard a model in a Trainer or script, query whether it is sharded, and access its full parameters."""
 
 import warnings
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as FSDP
 from composer_fsdp2._torch.private_names import FSDP1Wrapper
 from composer_fsdp2._torch.scaler import ShardedGradScaler
 from composer_fsdp2.config.text import and_more
-from composer_fsdp2.fsdp1.attributes import say_what_replaces
+from composer_fsdp2.fsdp1.attributes import log_replacement
 from composer_fsdp2.prepare import prepare_fully_shard
 from composer_fsdp2.sharding.agree import all_gather_object
 from composer_fsdp2.sharding.confirmation import confirm
@@ -24,26 +24,27 @@ from composer_fsdp2.training.full_params import summon_full_params
 from composer_fsdp2.training.run import run_of
 
 from .seams import seam
-from .tensor import noted_config
+from .tensor_parallel import pop_tensor_config
 
 
 @seam("composer.distributed.dist_strategy", "prepare_fsdp_module", why="the drop-in itself")
 def prepare_fsdp_module(
     original: Callable[..., Any], model: nn.Module, optimizers: Any = None, *args: Any, **kwargs: Any
 ) -> tuple[list[Any], dict[str, nn.Module]]:
-    prepared = prepare_fully_shard(model, optimizers, *args, **kwargs, tensor_parallel=noted_config(model))
+    prepared = prepare_fully_shard(model, optimizers, *args, **kwargs, tensor_parallel=pop_tensor_config(model))
     _confirm(model)
     return prepared
 
 
 def _confirm(model: nn.Module) -> None:
+    """Print a summary of the sharded model on rank 0, which shows the user that FSDP2 is used."""
     plan = run_of(model).plan
     if plan is not None:
         confirm(plan.summary, [plan])
 
 
 def warn_of_fsdp1(model: nn.Module) -> None:
-    """Warn of a model that FSDP1 shards although ``install`` is in force."""
+    """Warn if FSDP1 shards a model although ``install`` is active."""
     found = [path for path, module in model.named_modules() if isinstance(module, FSDP1Wrapper)]
     if found:
         warnings.warn(
@@ -67,10 +68,10 @@ def parallelize(
     precision: Any = None,
 ) -> None:
     has_values = all_gather_object(not any(parameter.is_meta for parameter in composer_model.parameters()))
-    prepare_fully_shard(composer_model, optimizer, config, precision, tensor_parallel=noted_config(composer_model))
+    prepare_fully_shard(composer_model, optimizer, config, precision, tensor_parallel=pop_tensor_config(composer_model))
     _confirm(composer_model)
     if any(has_values) and not all(has_values):
-        config.sync_module_states = True  # as Composer notes on it that rank 0's values went out
+        config.sync_module_states = True  # Composer records there that rank 0's values were broadcast
 
 
 @seam(
@@ -82,7 +83,7 @@ def parallelize(
     why="after a forward without gradients parameters are plain tensors, and state dicts raise on them",
 )
 def with_parameters_sharded(original: Callable[..., Any], self: State, *args: Any, **kwargs: Any) -> Any:
-    """A method of State that reads or writes the model's parameters."""
+    """Replaces methods of State that read or write the model's parameters."""
     reshard(self.model)
     return original(self, *args, **kwargs)
 
@@ -100,16 +101,17 @@ def apply_fsdp(original: Callable[..., Any], self: State) -> None:
         self.scaler = scaler
 
 
-@seam("composer.utils.misc", "is_model_fsdp", why="scripts and callbacks ask it whether a model is sharded")
+@seam("composer.utils.misc", "is_model_fsdp", why="scripts and callbacks query it to know whether a model is sharded")
 @seam(
     "composer.checkpoint.state_dict",
     "_is_model_fsdp",
     why="composer.checkpoint refused to save or load shards, and took a sharded model for an unsharded one",
 )
 def is_model_fsdp(original: Callable[..., Any], model: nn.Module) -> bool:
-    """``composer.utils.is_model_fsdp``, and that of ``composer.checkpoint``: also True for a model that we sharded.
+    """Replaces ``composer.utils.is_model_fsdp`` and that of ``composer.checkpoint``: True also for units of
+    ``fully_shard``.
 
-    What a script does then is written for FSDP1, and works: ``FullyShardedDataParallel.summon_full_params``, state
+    Scripts then call FSDP1's functions, which are supported: ``FullyShardedDataParallel.summon_full_params``, and state
     dicts of shards.
     """
     return is_sharded(model) or original(model)
@@ -121,7 +123,8 @@ def is_model_fsdp(original: Callable[..., Any], model: nn.Module) -> bool:
     why="FSDP1 needed the root's full parameters for it; here the forward gathers them",
 )
 def generate(original: Callable[..., Any], self: Any, input_ids: Any, **kwargs: Any) -> Any:
-    """``HuggingFaceModel.generate`` without FSDP1's way to gather a language model's head, which costs a block."""
+    """Replaces ``HuggingFaceModel.generate``, without FSDP1's workaround that gathers the output head, at the cost of a
+    block."""
     if not is_sharded(self.model):
         return original(self, input_ids, **kwargs)
     if "pad_token_id" not in kwargs:
@@ -137,12 +140,13 @@ def generate(original: Callable[..., Any], self: Any, input_ids: Any, **kwargs: 
 def summon_full_params_of_fsdp1(
     original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
 ) -> AbstractContextManager[None]:
-    """FSDP1's for a model that it wraps; else ours, which does nothing where nothing is sharded."""
+    """FSDP1's function for a model that it wraps; otherwise composer_fsdp2's, which does nothing for an unsharded
+    model."""
     if any(isinstance(each, FSDP1Wrapper) for each in module.modules()):
         under_fsdp1: AbstractContextManager[None] = original(module, *args, **kwargs)
         return under_fsdp1
     if is_sharded(module):
-        say_what_replaces(
+        log_replacement(
             "FullyShardedDataParallel.summon_full_params",
             "write `with composer_fsdp2.summon_full_params(module):`",
         )

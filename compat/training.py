@@ -1,8 +1,8 @@
-"""A Trainer's steps and events: which microbatch is the last, where parameters lie between steps, gradient clipping.
+"""A Trainer's steps and events: microbatches, resharding between steps, and gradient clipping.
 
-After a forward without gradients ``fully_shard`` keeps a root's parameters gathered for the next one, as plain tensors.
-FSDP1 showed its shards then, and so do we: callbacks and algorithms read DTensors at every event of a Trainer but those
-between a training step's forward and backward.
+After a forward without gradients, ``fully_shard`` leaves a root's parameters unsharded, as plain tensors. FSDP1 showed
+shards there, and so does this module: callbacks and algorithms read DTensors at every event of a Trainer, except
+between forward and backward of a training step.
 """
 
 import functools
@@ -23,7 +23,7 @@ from composer_fsdp2.training.guard import check_guard
 from composer_fsdp2.training.microbatches import begin_microbatch
 
 from . import auto_microbatch, batches, monitors, outside_forward
-from .context import refuse_tasks, weighed_microbatch
+from .context_parallel import refuse_tasks, weighted_microbatch
 from .preflight import name_layers_to_freeze, refuse_copies
 from .seams import seam
 from .sharding import warn_of_fsdp1
@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 # Events
 
 
-# Before these, a Trainer's ranks are at one place, whatever the model is: a batch less on one of them shows here.
-_MEETINGS = {
+# Events that all ranks reach together, for any model: the guard detects a rank with fewer batches here.
+_SYNC_EVENTS = {
     Event.BEFORE_TRAIN_BATCH: "a training batch",
     Event.AFTER_TRAIN_BATCH: "the end of a training batch",
     Event.EVAL_BATCH_START: "an evaluation batch",
@@ -47,7 +47,7 @@ _MEETINGS = {
 @seam(
     "composer.core.engine",
     "Engine.run_event",
-    why="callbacks read plain tensors after an eval; what copies the model, or matches FSDP1's names, failed late",
+    why="callbacks read plain tensors after an eval; copies of the model, and matches of FSDP1's names, failed late",
 )
 def run_event(original: Callable[..., Any], self: Any, event: Event | str) -> Any:
     event = Event(event)
@@ -60,8 +60,8 @@ def run_event(original: Callable[..., Any], self: Any, event: Event | str) -> An
         name_layers_to_freeze(self.state)
         refuse_tasks(self.state)
     auto_microbatch.before_event(self.state, event)
-    if event in _MEETINGS:
-        check_guard(self.state.model, _MEETINGS[event])
+    if event in _SYNC_EVENTS:
+        check_guard(self.state.model, _SYNC_EVENTS[event])
     batches.before_event(self.state, event)
     with outside_forward.around_event(self.state, event):
         result = original(self, event)
@@ -71,8 +71,8 @@ def run_event(original: Callable[..., Any], self: Any, event: Event | str) -> An
     return result
 
 
-# The backward needs what the forward gathered; with reshard_after_backward: false, so does the next microbatch.
-_IN_A_STEP = frozenset(
+# Backward needs the parameters that forward gathered; with reshard_after_backward: false, so does the next microbatch.
+_WITHIN_STEP = frozenset(
     {
         Event.BEFORE_FORWARD,
         Event.AFTER_FORWARD,
@@ -82,9 +82,9 @@ _IN_A_STEP = frozenset(
         Event.AFTER_BACKWARD,
     }
 )
-# Only for somebody who may look: the next batch of an evaluation would gather again what it finds gathered, and going
-# through the modules of a large model takes a millisecond.
-_IF_HEARD = frozenset(
+# Events at which parameters are resharded only if a callback or algorithm may read them: otherwise the next evaluation
+# batch would gather them again, and iterating over the modules of a large model takes a millisecond.
+_IF_OBSERVED = frozenset(
     {
         Event.EVAL_BATCH_START,
         Event.EVAL_BEFORE_FORWARD,
@@ -101,15 +101,15 @@ _IF_HEARD = frozenset(
         Event.AFTER_TRAIN_BATCH,
     }
 )
-# Their callbacks and algorithms read no parameters there; of them Generate alone runs the model.
-_KNOWN = ("composer", "llmfoundry")
+# Packages whose callbacks and algorithms do not read parameters at these events; only Generate runs the model.
+_KNOWN_PACKAGES = ("composer", "llmfoundry")
 
 
 def _free_parameters(state: State, event: Event) -> None:
-    """Free gathered parameters before ``event`` runs, where it is between steps. Does not communicate."""
-    if event in _IN_A_STEP:
+    """Reshard parameters before an ``event`` between steps. Does not communicate."""
+    if event in _WITHIN_STEP:
         return
-    if event in _IF_HEARD and not any(_listens(each, event) for each in (*state.callbacks, *state.algorithms)):
+    if event in _IF_OBSERVED and not any(_is_observer(each, event) for each in (*state.callbacks, *state.algorithms)):
         return
     reshard(state.model)
 
@@ -122,21 +122,21 @@ def _free_parameters(state: State, event: Event) -> None:
 def _run_callbacks(
     original: Callable[..., Any], self: Any, event: Event | str, callbacks: Sequence[Callback] | None = None
 ) -> None:
-    """``Engine._run_callbacks``: what one callback gathered, the next one does not find."""
+    """Replaces ``Engine._run_callbacks``: reshards parameters that a callback gathered before the next one runs."""
     event = Event(event)
     for callback in self.state.callbacks if callbacks is None else callbacks:
         original(self, event, [callback])
-        if isinstance(callback, Generate) or _listens(callback, event):
+        if isinstance(callback, Generate) or _is_observer(callback, event):
             _free_parameters(self.state, event)
 
 
-def _listens(listener: Callback | Algorithm, event: Event) -> bool:
-    """Whether it comes from neither Composer nor Foundry, and may do something at ``event``."""
+def _is_observer(listener: Callback | Algorithm, event: Event) -> bool:
+    """Whether a callback or algorithm of another package may act at ``event``."""
     kind: Any = type(listener)
-    if kind.__module__.split(".")[0] in _KNOWN:
+    if kind.__module__.split(".")[0] in _KNOWN_PACKAGES:
         return False
     if not isinstance(listener, Callback) or kind.run_event is not Callback.run_event:
-        return True  # it chooses its events itself
+        return True  # it handles all events
     name = event.value
     return name in vars(listener) or getattr(kind, name) is not getattr(Callback, name)
 
@@ -158,7 +158,7 @@ def train_microbatch(
     is_final_microbatch: bool,
 ) -> dict[str, torch.Tensor]:
     begin_microbatch(self.state.model, is_last=is_final_microbatch)
-    with weighed_microbatch(self), outside_forward.parameters_at_hand(self):
+    with weighted_microbatch(self), outside_forward.allow_full_parameters(self):
         losses: dict[str, torch.Tensor] = original(self, use_grad_scaling, current_batch_size, is_final_microbatch)
     return losses
 
@@ -166,11 +166,11 @@ def train_microbatch(
 @seam(
     "composer.utils.dist",
     "all_reduce",
-    why="the eval loop's question who is out of memory is the last vote of its batch; and torch's raises for DTensors, "
-    "such as the norms in the step of adaptive Lion",
+    why="the eval loop's all-reduce of out-of-memory flags is the last vote of its batch; and torch's raises for "
+    "DTensors, such as the norms in the step of adaptive Lion",
 )
 def all_reduce(original: Callable[..., Any], tensor: torch.Tensor, reduce_operation: str = "SUM") -> None:
-    if not auto_microbatch.answers(tensor, reduce_operation) and not monitors.is_reduced(tensor):
+    if not auto_microbatch.replaced_by_vote(tensor, reduce_operation) and not monitors.is_reduced(tensor):
         auto_microbatch.vote_before_reduction()
         original(tensor, reduce_operation)
 
@@ -178,7 +178,7 @@ def all_reduce(original: Callable[..., Any], tensor: torch.Tensor, reduce_operat
 @seam(
     "composer.algorithms.gradient_clipping.gradient_clipping",
     "apply_gradient_clipping",
-    why="with an FSDPConfig it looks for FSDP1 modules, finds none and clips nothing",
+    why="with an FSDPConfig it searches for FSDP1 modules, finds none and clips nothing",
 )
 def apply_gradient_clipping(
     original: Callable[..., Any], model: nn.Module, clipping_type: str, clipping_threshold: float, fsdp_enabled: bool
@@ -188,7 +188,7 @@ def apply_gradient_clipping(
     elif clipping_type == "norm":
         clip_grad_norm_(model, clipping_threshold)
     elif clipping_type == "value":
-        _say_value_clips_norm()
+        _warn_value_clips_norm()
         clip_grad_norm_(model, clipping_threshold, math.inf)
     elif clipping_type == "adaptive":
         clip_grad_adaptive_(model, clipping_threshold)
@@ -197,7 +197,7 @@ def apply_gradient_clipping(
 
 
 @functools.cache
-def _say_value_clips_norm() -> None:
+def _warn_value_clips_norm() -> None:
     log.warning(
         "clipping_type 'value' scales all gradients by their largest absolute value, as Composer did under FSDP1; "
         "it does not clip element by element"

@@ -17,12 +17,12 @@ from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.config.parallel import BroadcastBatch
 from composer_fsdp2.config.sharding import ActivationCheckpointing, ShardingConfig
 from composer_fsdp2.errors import PlanError, UnsupportedError
-from composer_fsdp2.fsdp1.attributes import open_fsdp1_attributes
+from composer_fsdp2.fsdp1.attributes import add_fsdp1_attributes
+from composer_fsdp2.fsdp1.checkpointed import CheckFn, select_checkpointed
 from composer_fsdp2.fsdp1.hooks import initializers, read_hooks
 from composer_fsdp2.fsdp1.module_settings import read_overrides
-from composer_fsdp2.fsdp1.read import GivenConfig
-from composer_fsdp2.fsdp1.recomputed import CheckFn, select_checkpointed
-from composer_fsdp2.fsdp1.tensor_words import TensorParallel
+from composer_fsdp2.fsdp1.read import UserConfig
+from composer_fsdp2.fsdp1.tensor_parallel import TensorParallel
 from composer_fsdp2.fsdp1.translate import Translation, translate
 from composer_fsdp2.parallel.experts import paths_of_experts, plan_experts, with_experts
 from composer_fsdp2.parallel.idle_experts import refuse_experts_of_batches
@@ -115,7 +115,7 @@ def prepare_fully_shard(
     follow = None if optimizer is None else rebinding(model, optimizer)
     run = execute_plan(model, plan, initializers(model), existing_meshes=existing_meshes)
     run.report, run.findings = translation.explain(), translation.findings
-    open_fsdp1_attributes(model)
+    add_fsdp1_attributes(model)
     if follow is not None:
         follow()
     return [], {}
@@ -331,7 +331,7 @@ def _decide(
     world_size: int,
 ) -> tuple[Translation, ShardingPlan, tuple[DeviceMesh, ...]]:
     """The translation, the plan, and the meshes that the configuration contains; the plan stores only their degrees."""
-    given, tensor = GivenConfig.read(fsdp_config), TensorParallel.read(tensor_parallel)
+    given, tensor = UserConfig.read(fsdp_config), TensorParallel.read(tensor_parallel)
     refuse_sharded(model)
     along = parallelized_along(model, world_size)
     degree = tensor.degree if along is None else along.size()

@@ -411,7 +411,7 @@ def group_of_an_unknown_node() -> None:
 
 
 def divided_sequences_of_unknown_attention() -> None:
-    importlib.import_module("composer_fsdp2.compat.context")  # registers MPT, as under install()
+    importlib.import_module("composer_fsdp2.compat.context_parallel")  # registers MPT, as under install()
     prepared(Stack(), {"context_parallel_degree": 2})
 
 

@@ -31,7 +31,7 @@ def keys_table(dialect: str, *groups: str) -> Iterator[str]:
     reads = any(each.read_by for each in found)
     elsewhere = ["without composer_fsdp2"] if any(each.row.elsewhere for each in found) else []
     yield from _table(
-        "key", "default", "meant", *(["read by"] if reads else []), "under FSDP2", "where it goes", *elsewhere
+        "key", "default", "meaning", *(["read by"] if reads else []), "under FSDP2", "FSDP2 target", *elsewhere
     )
     for each in found:
         row = each.row
@@ -43,7 +43,7 @@ def keys_table(dialect: str, *groups: str) -> Iterator[str]:
 
 def values_table(dialect: str) -> Iterator[str]:
     """The values whose outcome differs from their key's, except ``UNNEEDED`` ones."""
-    yield from _table("key", "value", "under FSDP2", "where it goes")
+    yield from _table("key", "value", "under FSDP2", "FSDP2 target")
     for each in all_keys(dialect):
         for fate in each.fates:
             found = fate.finding
@@ -55,7 +55,7 @@ def values_table(dialect: str) -> Iterator[str]:
 
 def implicit_table(dialect: str) -> Iterator[str]:
     """The settings of a dialect's runs that have no key."""
-    yield from _table("what", "under FSDP2", "where it goes")
+    yield from _table("what", "under FSDP2", "FSDP2 target")
     for finding in implicit_settings(dialect)[dialect]:
         yield _line(finding.key, _fate(finding.outcome, finding.reason, finding.hint), finding.target)
 

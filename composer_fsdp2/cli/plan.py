@@ -152,7 +152,7 @@ class Plan(Command):
             if self.inter is None
             else parse_bandwidth(self.inter, "--inter-gbps"),
         )
-        return machine if machine.says_anything else None
+        return machine if machine.has_any_speed else None
 
     def world_sizes(self) -> tuple[int | None, ...]:
         if self.world_size is None:

@@ -1,1 +1,1 @@
-"""Frozen values: what a run is to be, independent of any framework's key names. They import no torch."""
+"""Frozen values that describe a run, independent of any framework's keys. They do not import torch."""

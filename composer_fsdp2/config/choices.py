@@ -1,4 +1,4 @@
-"""What a model's own hooks chose for each module, in no framework's words: the units, and their settings."""
+"""The FSDP units of a model and their settings, as chosen by the model's hooks or a policy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,12 +13,12 @@ from composer_fsdp2.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitOverrides(Value):
-    """What one module's own settings change of the model's configuration for its unit; None changes nothing.
+    """A module's own settings, which override the model's configuration for its unit; None overrides nothing.
 
     Args:
-        given: The settings as they were given: what messages name, and by what two modules' settings are the same.
-        notes: What the report says of them.
-        refused: What is wrong with them; to be raised where the module becomes a unit, and only there.
+        given: The user's settings, for error messages and to compare the settings of two modules.
+        notes: Notes for the report.
+        refused: The error of an invalid setting, raised only if the module is made a unit.
     """
 
     mesh: MeshSpec | None = None
@@ -35,7 +35,7 @@ class UnitOverrides(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice(Value):
-    """A module that is to be a unit, who chose it, and its own settings."""
+    """A module chosen as a unit, the reason, and its own settings."""
 
     chosen_by: str
     overrides: UnitOverrides = field(default_factory=UnitOverrides)
@@ -43,17 +43,17 @@ class Choice(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelChoices(Value):
-    """What is to become of a model's modules, by their paths.
+    """The choices for a model's modules, by path.
 
     Args:
-        roots: The direct children that are units with what lies below them.
-        excluded: The others, each with why it is not a unit.
-        searched: Those of the others below which chosen modules become roots.
-        chosen: The modules below direct children that are to be units of their own.
-        checkpointed: The modules whose activations are recomputed or offloaded, children before parents.
-        expert_blocks: Where idle experts run in order.
-        tower_models: Where idle towers run on an example.
-        notes: What the report says of these choices.
+        roots: Direct children that are root units.
+        excluded: The other direct children, with the reason why each is not a unit.
+        searched: Those of ``excluded`` below which chosen modules are root units.
+        chosen: Modules below the direct children that are units.
+        checkpointed: Modules whose activations are recomputed or offloaded, children before parents.
+        expert_blocks: Modules whose experts run in registration order on all ranks.
+        tower_models: Modules with towers that run on an example input on ranks without an input for them.
+        notes: Notes for the report.
     """
 
     roots: tuple[str, ...]

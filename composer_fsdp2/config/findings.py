@@ -1,4 +1,4 @@
-"""What became of one setting (``Finding``), and the table of them that a user reads."""
+"""The outcome of one setting (``Finding``), and a table of findings as text."""
 
 import enum
 import math
@@ -13,7 +13,7 @@ from composer_fsdp2.config.value import Value
 
 
 class Outcome(enum.Enum):
-    """How an FSDP1 setting lives on under FSDP2.
+    """How FSDP2 carries out an FSDP1 setting.
 
     Example:
         >>> [finding] = translate({"use_orig_params": True}, device="cpu").findings
@@ -29,12 +29,13 @@ class Outcome(enum.Enum):
 
     @property
     def blocks(self) -> bool:
-        """Whether a strict translation gives no configuration because of it."""
+        """Whether a configuration with this outcome cannot be used."""
         return self in (Outcome.UNSUPPORTED, Outcome.NEEDS_DECISION)
 
 
 class Origin(enum.Enum):
-    """The origin of a finding: a key, how a file is written, what a system does by itself, what a target lacks."""
+    """The origin of a finding: a key, the syntax of a file, a system's implicit behavior, a feature missing in the
+    target."""
 
     KEY = "key"
     WRITING = "writing"
@@ -43,18 +44,18 @@ class Origin(enum.Enum):
 
 
 def _plain_value(value: object) -> object:
-    """As JSON has it, which has no word for an infinite number, nor for one that is none."""
+    """JSON has no infinity and no NaN."""
     is_plain = isinstance(value, bool | int | str | None) or (isinstance(value, float) and math.isfinite(value))
     return value if is_plain else repr(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding(Value):
-    """What became of one setting: its value, where it went, why, and what the user can do about it.
+    """The outcome of one setting: its value, its target under FSDP2, the reason, and the next step for the user.
 
     Args:
-        key: As the file has it; of an implicit setting or a capability its name.
-        asks: Whether the setting asks for something; one that is off, or at a value that changes nothing, does not.
+        key: As spelled in the file; for an implicit setting or a missing feature, its name.
+        asks: False for a setting that is off, or whose value has no effect.
         known: Whether the system knows the key.
         where: File and line.
 
@@ -77,7 +78,7 @@ class Finding(Value):
 
     @property
     def name(self) -> str:
-        """The key; in parentheses what no key of the file is."""
+        """The key, in parentheses if the file does not contain it."""
         if self.origin is Origin.KEY:
             return self.key
         return f"(implicit) {self.key}" if self.origin is Origin.IMPLICIT else f"({self.key})"

@@ -1,4 +1,4 @@
-"""A device mesh as a value: its axes, each with a name, a role, and a size or groups of ranks."""
+"""A device mesh as a value: axes with a name, a role, and a size or groups of ranks."""
 
 import enum
 import math
@@ -8,18 +8,18 @@ from dataclasses import dataclass, field, replace
 from composer_fsdp2.config.value import Value
 from composer_fsdp2.errors import ConfigError, GroupSizeError
 
-# The names that Composer gives to the axes of its mesh (composer/core/state.py, 0.32.1), kept so that code which
-# looks an axis up by name finds it. A degree's key is the axis's name and "_degree"; the other key gives groups.
+# Composer's names for the axes of its mesh (composer/core/state.py, 0.32.1), for code that looks up an axis by its
+# name. The key of an axis's degree is its name plus "_degree"; GROUPS_KEY sets groups instead.
 REPLICATE_AXIS = "data_parallel_replicate"
 SHARD_AXIS = "data_parallel_shard"
 TENSOR_AXIS = "tensor_parallel"
-# LLM Foundry's (llmfoundry/models/utils/config_moe_args.py, 0.22.0).
+# From LLM Foundry (llmfoundry/models/utils/config_moe_args.py, 0.22.0).
 EXPERT_AXIS = "expert_parallel"
 GROUPS_KEY = "process_group"
 
 
 class AxisRole(enum.Enum):
-    """What ranks along an axis of a mesh have of a parameter, a batch or a layer.
+    """What the ranks along a mesh axis share or divide: parameters, layers, sequences or experts.
 
     Example:
         >>> [axis.role.name for axis in MeshSpec.of_degrees(replicate=2).axes]
@@ -37,7 +37,7 @@ DATA_PARALLEL = (AxisRole.REPLICATE, AxisRole.SHARD)
 
 
 class GroupRule(enum.Enum):
-    """How the ranks are divided into groups; the values are Composer's words."""
+    """How ranks are divided into groups; the values are Composer's."""
 
     CONSECUTIVE = "set"
     STRIDED = "mod"
@@ -47,19 +47,20 @@ class GroupRule(enum.Enum):
 
     @property
     def on_machine(self) -> "GroupRule | None":
-        """The rule that this one is where the number of ranks of a node is known; None if no node decides it."""
+        """The equivalent rule once the number of ranks per node is known; None if the rule does not depend on nodes."""
         return {GroupRule.NODE: GroupRule.CONSECUTIVE, GroupRule.ACROSS_NODES: GroupRule.STRIDED}.get(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroups(Value):
-    """Along one axis of a mesh, which ranks belong together where not all do: FSDP1's ``process_group``.
+    """The groups of ranks along one mesh axis, from FSDP1's ``process_group``.
 
-    ``number`` is Composer's K: ``setK`` are groups of K consecutive ranks, ``modK`` the K groups of every K-th rank.
-    ``NODE`` and ``ACROSS_NODES`` are these two with as many ranks as a node has, which a launcher sets where it runs:
-    they stay open until the mesh is resolved.
-    Under ``GIVEN`` each rank knows its own group only, ``ranks``; those of the others are gathered when the mesh is
-    made, so JSON, which is alike on all ranks, has none.
+    ``number`` is Composer's K: ``setK`` makes groups of K consecutive ranks, ``modK`` makes K groups of every K-th
+    rank. ``NODE`` and ``ACROSS_NODES`` are the same two rules with K = the number of ranks per node. The launcher sets
+    this number, so it is unknown until the mesh is resolved.
+
+    Under ``GIVEN`` each rank knows only its own group, ``ranks``; the groups of other ranks are gathered when the mesh
+    is created. JSON omits ``ranks``, because it must be equal on all ranks.
     """
 
     rule: GroupRule
@@ -74,10 +75,10 @@ class RankGroups(Value):
             raise ConfigError(f"{self}, which does not divide the ranks; give a positive number")
 
     def on_this_machine(self) -> "RankGroups":
-        """The groups with the number of ranks that a node of this machine has, where the rule leaves it open.
+        """The groups with this machine's number of ranks per node, if the rule depends on it.
 
         Raises:
-            ConfigError: no launcher has set LOCAL_WORLD_SIZE.
+            ConfigError: LOCAL_WORLD_SIZE is not set, because no launcher started the script.
         """
         if self.rule.on_machine is None:
             return self
@@ -91,10 +92,10 @@ class RankGroups(Value):
         return RankGroups(rule=self.rule.on_machine, number=int(text))
 
     def check(self, world_size: int) -> None:
-        """Raise if a world of this size cannot be divided so.
+        """Check that ``world_size`` ranks can be divided into these groups.
 
         Raises:
-            ConfigError: names the numbers that would do, or the rank that does not exist.
+            ConfigError: names the numbers that fit, or the rank that does not exist.
         """
         if self.rule is GroupRule.GIVEN:
             if max(self.ranks) >= world_size:
@@ -108,7 +109,7 @@ class RankGroups(Value):
             )
 
     def size(self, world_size: int) -> int:
-        """How many ranks one group has."""
+        """The number of ranks in one group."""
         return {
             GroupRule.CONSECUTIVE: self.number,
             GroupRule.STRIDED: world_size // max(self.number, 1),
@@ -116,7 +117,7 @@ class RankGroups(Value):
         }[self.rule]
 
     def members(self, rank: int, world_size: int) -> tuple[int, ...]:
-        """The ranks of the group that ``rank`` belongs to, in ascending order."""
+        """The ranks of ``rank``'s group, in ascending order."""
         if self.rule is GroupRule.GIVEN:
             return tuple(sorted(self.ranks))
         if self.rule is GroupRule.CONSECUTIVE:
@@ -135,9 +136,9 @@ class MeshAxis(Value):
     """One axis of a mesh.
 
     Args:
-        size: How many ranks lie along it; -1: what the world size leaves. Of groups that each rank gives for itself
-            it stays -1, because ranks may have groups of different sizes.
-        groups: Which ranks belong together along it, where the mesh is not the one of all ranks in order.
+        size: The number of ranks along the axis; -1 takes the remaining factor of the world size. It stays -1 if each
+            rank specifies its own group, because groups may differ in size.
+        groups: The groups of ranks along the axis; None if the mesh contains all ranks in order.
 
     Example:
         >>> MeshAxis(name="data_parallel_shard", role=AxisRole.SHARD, size=8).num_ranks
@@ -158,16 +159,17 @@ class MeshAxis(Value):
 
     @property
     def key(self) -> str:
-        """The key that says its size."""
+        """The key that sets the axis's size."""
         return f"{self.name}_degree"
 
     @property
     def is_given(self) -> bool:
-        """Whether each rank gives its own group."""
+        """Whether each rank specifies its own group."""
         return self.groups is not None and self.groups.rule is GroupRule.GIVEN
 
     def resolve_groups(self, world_size: int) -> "MeshAxis":
-        """The axis with the size that its groups have in a world of this size; as it is without groups."""
+        """Return the axis with the size of its groups for this world size; an axis without groups is returned
+        unchanged."""
         if self.groups is None:
             return self
         groups = self.groups.on_this_machine()
@@ -176,16 +178,17 @@ class MeshAxis(Value):
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks lie along it, of this rank's group if each gives its own; -1 if that is open."""
+        """The number of ranks along the axis, of this rank's group if each rank specifies its own; -1 if unknown."""
         return len(self.groups.ranks) if self.groups is not None and self.is_given else self.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshSpec(Value):
-    """Over which ranks parameters are sharded and replicated, and later split by layers: the axes, outermost first.
+    """The ranks over which parameters are sharded and replicated, and over which layers are TP-sharded: axes, outermost
+    first.
 
-    Without groups the mesh holds all ranks in order, and the size of one axis may be open. With groups every axis has
-    them, every rank has a mesh of its own group, and nothing passes between groups.
+    Without groups, the mesh contains all ranks in order, and the size of one axis may be -1. With groups, every axis
+    has groups, each rank's mesh contains its own group, and groups do not communicate with each other.
 
     Example:
         >>> MeshSpec.of_degrees(replicate=2).resolve(8).shape
@@ -204,9 +207,10 @@ class MeshSpec(Value):
     def of_degrees(
         cls, shard: int = -1, replicate: int | None = None, *, tensor: int = 1, device_type: str = "cpu"
     ) -> "MeshSpec":
-        """All ranks: ``replicate`` groups (None: no such axis) of ``shard`` ranks each.
+        """A mesh of all ranks: ``replicate`` replicas (None: no replicate axis), each sharded over ``shard`` ranks.
 
-        With ``tensor`` above 1 each of these stands for so many consecutive ranks, which split layers between them.
+        With ``tensor`` > 1, an innermost axis of ``tensor`` consecutive ranks is added, over which layers are
+        TP-sharded.
         """
         replicas = () if replicate is None else (_replicate(replicate),)
         split = () if tensor == 1 else (MeshAxis(name=TENSOR_AXIS, role=AxisRole.TENSOR, size=tensor),)
@@ -214,7 +218,7 @@ class MeshSpec(Value):
 
     @classmethod
     def of_experts(cls, degree: int, *, device_type: str = "cpu") -> "MeshSpec":
-        """All ranks: each ``degree`` consecutive ones split experts between them, which are sharded over the others."""
+        """A mesh of all ranks: experts are distributed over ``degree`` consecutive ranks, sharded over the others."""
         split = MeshAxis(name=EXPERT_AXIS, role=AxisRole.EXPERT, size=degree)
         return cls(axes=(_shard(-1), split), device_type=device_type)
 
@@ -222,16 +226,16 @@ class MeshSpec(Value):
     def of_groups(
         cls, shard: RankGroups, replicate: RankGroups | None = None, *, device_type: str = "cpu"
     ) -> "MeshSpec":
-        """One mesh for each group of ``shard``; a 2-D one, if ``replicate`` says which ranks hold the same shards."""
+        """One mesh for each group of ``shard``; 2-D if ``replicate`` groups the ranks with equal shards."""
         replicas = () if replicate is None else (_replicate(-1, replicate),)
         return cls(axes=(*replicas, _shard(-1, shard)), device_type=device_type)
 
     def axes_of(self, role: AxisRole) -> tuple[int, ...]:
-        """The numbers of the axes with this role."""
+        """The indices of the axes with this role."""
         return tuple(number for number, axis in enumerate(self.axes) if axis.role is role)
 
     def degree(self, role: AxisRole) -> int:
-        """Over how many ranks the axes of this role go together: 1 without any, -1 while one is open."""
+        """The product of the sizes of this role's axes: 1 without such an axis, -1 if a size is unknown."""
         sizes = [self.axes[number].num_ranks for number in self.axes_of(role)]
         return -1 if -1 in sizes else math.prod(sizes)
 
@@ -241,7 +245,7 @@ class MeshSpec(Value):
 
     @property
     def known_shard_degree(self) -> int:
-        """``shard_degree``; of groups of consecutive ranks also before the world size is known."""
+        """``shard_degree``; for groups of consecutive ranks it is known before the world size."""
         groups = [self.axes[number].groups for number in self.axes_of(AxisRole.SHARD)]
         sizes = (each.number for each in groups if each is not None and each.rule is GroupRule.CONSECUTIVE)
         return next(sizes, self.shard_degree)
@@ -260,24 +264,25 @@ class MeshSpec(Value):
 
     @property
     def split_degree(self) -> int:
-        """Over how many ranks a parameter may be split before it is sharded: experts are not split by layers too."""
+        """The number of ranks over which a parameter is TP- or EP-sharded before FSDP shards it. Experts are never
+        TP-sharded."""
         return self.expert_degree if self.axes_of(AxisRole.EXPERT) else self.tensor_degree
 
     @property
     def data_parallel(self) -> "MeshSpec":
-        """The axes that ``fully_shard`` gets: those along which ranks shard or replicate a parameter."""
+        """The mesh for ``fully_shard``: the shard and replicate axes."""
         if all(axis.role in DATA_PARALLEL for axis in self.axes):
             return self
         return replace(self, axes=tuple(axis for axis in self.axes if axis.role in DATA_PARALLEL))
 
     @property
     def has_replicas(self) -> bool:
-        """Whether there is an axis of replicas, be it of one."""
+        """Whether the mesh has a replicate axis, even of size 1."""
         return bool(self.axes_of(AxisRole.REPLICATE))
 
     @property
     def groups(self) -> tuple[RankGroups, ...]:
-        """The groups of each axis; empty for the mesh of all ranks."""
+        """The groups of each axis; empty if the mesh contains all ranks."""
         return tuple(axis.groups for axis in self.axes if axis.groups is not None)
 
     @property
@@ -298,14 +303,15 @@ class MeshSpec(Value):
 
     @property
     def size(self) -> int:
-        """How many ranks the mesh has (negative while an axis is open)."""
+        """The number of ranks in the mesh; negative if the size of an axis is unknown."""
         return math.prod(self.shape)
 
     def without_shards(self) -> "MeshSpec":
-        """The same ranks, each with full parameters: axes that shard and replicate become one of replicas.
+        """The mesh for NO_SHARD, where each rank stores full parameters: one replicate axis, and a shard axis of size
+        1.
 
         Raises:
-            ConfigError: two such axes of groups, which have no common group to average in.
+            ConfigError: two data-parallel axes of groups have no common group in which gradients could be averaged.
         """
         first, *more = (axis for axis in self.axes if axis.role in DATA_PARALLEL)
         if more and self.is_grouped:
@@ -317,17 +323,17 @@ class MeshSpec(Value):
         return replace(self, axes=(*others[:place], replicas, alone, *others[place:]))
 
     def resolve(self, world_size: int) -> "MeshSpec":
-        """The mesh with -1 filled in, and for groups by nodes this machine's (LOCAL_WORLD_SIZE).
+        """Replace -1 by the actual size, and resolve groups by node for this machine (LOCAL_WORLD_SIZE).
 
         Raises:
-            ConfigError: the degrees or groups do not fit ``world_size``; names those that would.
+            ConfigError: the degrees or groups do not fit ``world_size``; names values that fit.
         """
         return self._resolve_groups(world_size) if self.is_grouped else self._resolve_degrees(world_size)
 
     def _resolve_groups(self, world_size: int) -> "MeshSpec":
         axes = tuple(axis.resolve_groups(world_size) for axis in self.axes)
         resolved = replace(self, axes=axes)
-        if max(resolved.shape) == world_size and not any(axis.is_given for axis in axes):  # one group, of all ranks
+        if max(resolved.shape) == world_size and not any(axis.is_given for axis in axes):  # a single group of all ranks
             return replace(self, axes=tuple(replace(axis, groups=None) for axis in axes))
         return resolved
 
@@ -352,7 +358,7 @@ class MeshSpec(Value):
 
     @property
     def text(self) -> str:
-        """The axes and groups, without the type of device."""
+        """The axes and groups, without the device type."""
         groups = f" (ranks: {', '.join(map(str, self.groups))})" if self.is_grouped else ""
         return " x ".join(f"{name} {size}" for name, size in zip(self.axis_names, self.shape, strict=True)) + groups
 
@@ -366,8 +372,8 @@ def _shard(size: int, groups: RankGroups | None = None) -> MeshAxis:
 
 
 def divisors_text(number: int, prefix: str = "") -> str:
-    """The divisors of a number as alternatives: ``1, 2 or 4``."""
-    if number > 2**16:  # no cluster that exists; a list would take for ever
+    """List the divisors of a number as alternatives: ``1, 2 or 4``."""
+    if number > 2**16:  # larger than any cluster; listing the divisors would be slow
         return f"{prefix} with a divisor of {number}".strip()
     *others, last = (f"{prefix}{divisor}" for divisor in range(1, number + 1) if number % divisor == 0)
     return f"{', '.join(others)} or {last}" if others else last

@@ -1,4 +1,4 @@
-"""How one step of a model is divided beyond its parameters, as values."""
+"""Settings of tensor, sequence and expert parallelism, as values."""
 
 import enum
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ from composer_fsdp2.errors import ConfigError
 
 
 class BroadcastBatch(enum.Enum):
-    """How ranks that share one batch come to have it; the values are what a configuration says.
+    """How ranks that share a batch obtain it; the values are those of the configuration key.
 
-    ``OFF``: each takes what its own loader gives, which must be the same on all of them. ``FIRST``: all take the first
-    rank's. ``GATHER``: all take the rows that they read, one rank's after the other's.
+    ``OFF``: each rank reads its batch itself; it must be the same on all of them. ``FIRST``: all use the first rank's
+    batch. ``GATHER``: all use the rows of all ranks, concatenated in rank order.
     """
 
     OFF = False
@@ -21,7 +21,7 @@ class BroadcastBatch(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiledMLP(Value):
-    """Which MLPs are computed in pieces of the sequence: those of ``classes``, by name, in ``chunks`` pieces.
+    """MLP classes that are computed in ``chunks`` chunks of the sequence.
 
     Raises:
         ConfigError: no class, or fewer than 2 chunks.
@@ -42,14 +42,14 @@ class TiledMLP(Value):
 
 
 class IdleExperts(enum.Enum):
-    """What ranks do with experts that none of their tokens chose; the values are what a configuration says."""
+    """How ranks treat experts without tokens; the values are those of the configuration key."""
 
     IN_ORDER = "in_order"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertBlock(Value):
-    """A module that calls experts, by its path, and theirs in the order of registration."""
+    """The path of a module that calls experts, and the experts' paths in registration order."""
 
     block: str
     experts: tuple[str, ...]
@@ -57,14 +57,15 @@ class ExpertBlock(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitExperts(Value):
-    """A module whose experts ranks split between them.
+    """A module whose experts are distributed over ranks (EP-sharded).
 
     Args:
         module: Its path.
-        kind: Which of the known kinds of layers it is; "" if a script split its weights, and it exchanges tokens.
-        num_experts: Of all ranks; 0 if a script split the weights.
-        degree: How many ranks split them.
-        is_added: Whether it is a unit for its experts alone: its values are drawn with those of the unit around it.
+        kind: The known kind of MoE layer; "" if a script sharded the weights and exchanges the tokens.
+        num_experts: The total over all ranks; 0 if a script sharded the weights.
+        degree: The number of ranks that share the experts.
+        is_added: Whether the module is a unit only because of its experts. It is then initialised with the enclosing
+            unit.
     """
 
     module: str
@@ -75,17 +76,17 @@ class SplitExperts(Value):
 
     @property
     def is_split(self) -> bool:
-        """Whether a script split its weights, which are DTensors before sharding."""
+        """Whether a script sharded the weights, so they are DTensors before FSDP shards them."""
         return not self.kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerModel(Value):
-    """A module around parts that a batch may not enter, by its path.
+    """The path of a module with towers, submodules that some batches do not use.
 
     Args:
-        towers: The paths of those parts, in the order of registration.
-        sync_points: Those of the modules beside them before which ranks ask each other who enters a tower.
+        towers: Paths of the towers, in registration order.
+        sync_points: Paths of other submodules; before each of them, ranks communicate which of them use a tower.
     """
 
     model: str

@@ -1,6 +1,6 @@
-"""Rows of a system's table of keys: what a key means and takes, and what becomes of it under FSDP2.
+"""Rows of a system's table of keys: meaning, accepted values, and outcome under FSDP2.
 
-Reading, documentation and tests walk these tables; a new key is a new row in one of them.
+Parsers, documentation and tests iterate over these tables; a new key is a new row in one of them.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,11 +14,11 @@ from composer_fsdp2.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Takes:
-    """Which values a key takes, in words; how one is parsed; and all of them, if they are few.
+    """The accepted values of a key: a description, a parser, and a list of the values if they are few.
 
     Args:
-        parse: From a value as a file or a script has it, and who reads it, to what it means. Raises ConfigError, whose
-            message begins with the value.
+        parse: Maps a value of a file or script, and the reader, to the parsed value. Raises ConfigError whose message
+            begins with the value.
     """
 
     text: str
@@ -34,12 +34,12 @@ class Takes:
 
 
 def takes_by(text: str, parse: Callable[[Any], Any], choices: tuple[Any, ...] = ()) -> Takes:
-    """Values that mean the same to all who read them."""
+    """Accepted values that have the same meaning for every reader."""
     return Takes(text, lambda value, reader: parse(value), choices)
 
 
 def takes_if(text: str, fits: Callable[[Any], bool], choices: tuple[Any, ...] = ()) -> Takes:
-    """Values for which ``fits`` is true, as they are."""
+    """Values for which ``fits`` is true; they are not converted."""
 
     def parse(value: Any) -> Any:
         if not fits(value):
@@ -50,7 +50,7 @@ def takes_if(text: str, fits: Callable[[Any], bool], choices: tuple[Any, ...] = 
 
 
 def one_of(*values: Any) -> Takes:
-    """Exactly these values; True is not 1."""
+    """Only these values; True is not equal to 1."""
     text = ", ".join(str(value).lower() if isinstance(value, bool) else str(value) for value in values)
     return takes_if(text, lambda value: _is_among(value, values), values)
 
@@ -72,22 +72,22 @@ TEXT = takes_if("a string", lambda value: isinstance(value, str))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One key of a system: its meaning there, and its usual outcome under FSDP2.
+    """One key of a system: its meaning, and its default outcome under FSDP2.
 
     Args:
-        name: With dots, from where the system reads it.
-        meaning: In its system.
-        takes: How a value is parsed.
-        default: The value in effect where a file does not set the key.
-        neutral: Values that ask for nothing.
+        name: The dotted path from the section that the system reads.
+        meaning: The meaning in its system.
+        takes: The accepted values.
+        default: The effective value if a file does not set the key.
+        neutral: Values without effect.
         aliases: Other names, such as those of earlier releases.
-        nested: Keys of its value, where that may be a mapping.
-        only_with: The key, or ``key = value or value``, without which the system does not read this one.
-        group: The part of the system's table that it belongs to.
-        fields: The fields of a run that it decides, by dotted names or prefixes of them, the most important first.
-        outcome: Of a value that asks for something; with ``target``, ``reason`` and ``hint``.
-        decide: From the usual finding, and the system's effective configuration, to the finding of this value.
-        elsewhere: What the system's own FSDP2 does with the key.
+        nested: Keys of the value, if it may be a mapping.
+        only_with: A key, or ``key = value or value``; without it the system does not read this key.
+        group: The section of the system's table.
+        fields: Fields of a run that the key sets, as dotted names or prefixes, the most important first.
+        outcome: The outcome of a value with an effect, together with ``target``, ``reason`` and ``hint``.
+        decide: Maps the default finding and the system's effective configuration to the finding of a value.
+        elsewhere: How the system's own FSDP2 treats the key.
     """
 
     name: str
@@ -111,12 +111,12 @@ class Row:
         return _is_among(value, self.neutral)
 
     def parse(self, value: Any, place: str = "", reader: Any = None) -> Any:
-        """What a value means.
+        """Parse a value.
 
         Args:
-            place: What stands before the name in a message.
+            place: Text before the key's name in an error message.
         Raises:
-            ConfigError: it takes no such value; names key and value.
+            ConfigError: the value is not accepted; names key and value.
         """
         try:
             return self.takes.parse(value, reader)
@@ -124,24 +124,24 @@ class Row:
             raise type(error)(f"{place}{self.name} is {error}", keys=(self.name,)) from error
 
     def usual(self, key: str, value: Any) -> Finding:
-        """The finding of a value that asks for something."""
+        """The finding of a value with an effect."""
         return Finding(
             key=key, value=value, outcome=self.outcome, target=self.target, reason=self.reason, hint=self.hint
         )
 
 
 def idle(finding: Finding, reason: str = "this value has no effect") -> Finding:
-    """The finding of a value that asks for nothing."""
+    """The finding of a value without effect."""
     return replace(finding, outcome=Outcome.UNNEEDED, target="", reason=reason, hint="", asks=False)
 
 
 def undecided(finding: Finding, reason: str, hint: str = "") -> Finding:
-    """The finding of a value of which only the user knows what it is to become."""
+    """The finding of a value for which only the user can choose the replacement."""
     return replace(finding, outcome=Outcome.NEEDS_DECISION, target="", reason=reason, hint=hint)
 
 
 def unknown_key(key: str, value: Any, known: Iterable[str], reason: str, hint: str = "remove it") -> Finding:
-    """A key that the system does not know: a decision where another was likely meant, else a word without effect."""
+    """The finding of an unknown key: the user must decide if it resembles a known key; otherwise it has no effect."""
     near = nearest(key, known)
     usual = Finding(key=key, value=value, outcome=Outcome.NEEDS_DECISION, reason=reason, known=False)
     return replace(usual, hint=f"did you mean {near}?") if near else replace(idle(usual, reason), hint=hint)

@@ -1,4 +1,4 @@
-"""The FSDP2 target in plain, frozen values: what ``fully_shard`` is to be given, one field per decision."""
+"""The FSDP2 configuration as frozen values, with one field per decision."""
 
 import enum
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ LOW_PRECISION = frozenset(("bfloat16", "float16"))
 
 
 class GradientDtype(enum.Enum):
-    """In which dtype an optimizer finds sharded gradients."""
+    """The dtype of sharded gradients in the optimizer's step."""
 
     OF_PARAMETER = "the parameter's own"
     AS_REDUCED = "the dtype they are reduced in"
@@ -23,16 +23,16 @@ class GradientDtype(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedPrecision(Value):
-    """In which dtypes a unit computes and communicates; names of torch's dtypes ("bfloat16"), None to leave them.
+    """The dtypes in which a unit computes and communicates: names of torch dtypes ("bfloat16"), or None for no cast.
 
     Args:
-        param_dtype: Parameters are all-gathered and computed with in it.
-        reduce_dtype: Gradients are reduced in it; None: in ``param_dtype``.
-        output_dtype: What the unit's forward returns is cast to it.
-        buffer_dtype: What floating point buffers are cast to.
-        cast_forward_inputs: The inputs of every unit are cast to ``param_dtype``.
-        cast_root_inputs: Those of roots are (FSDP1's way).
-        gradients: What is asked of the dtype that gradients have in the end.
+        param_dtype: Dtype of the all-gather and of the computation.
+        reduce_dtype: Dtype of the gradient reduction; None: ``param_dtype``.
+        output_dtype: Dtype to which the unit's forward outputs are cast.
+        buffer_dtype: Dtype to which floating-point buffers are cast.
+        cast_forward_inputs: Cast the inputs of every unit to ``param_dtype``.
+        cast_root_inputs: Cast the inputs of root units, as FSDP1 does.
+        gradients: The required dtype of reduced gradients.
 
     Example:
         >>> MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32").output_dtype is None
@@ -50,12 +50,13 @@ class MixedPrecision(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCheckpointing(Value):
-    """What is done with the activations of the chosen modules.
+    """Activation checkpointing and offloading of the chosen modules.
 
-    ``classes``: those of the modules to choose, by name; empty for the ones that the model itself names (transformers'
-    ``_no_split_modules``) or else its ``Wrap``; None: the model's hooks choose.
-    ``transformer_engine``: recompute with Transformer Engine's checkpoint, which keeps fp8 state and, beginning with
-    ``transformer_engine_seed``, its own random numbers; never reentrant.
+    Args:
+        classes: Names of module classes; empty for the model's ``_no_split_modules`` (transformers), or else for the
+            classes of ``Wrap``; None: the model's hooks choose.
+        transformer_engine: Recompute with Transformer Engine's checkpoint, which preserves fp8 state and uses a
+            separate RNG, seeded with ``transformer_engine_seed``. It is never reentrant.
 
     Example:
         >>> ActivationCheckpointing(checkpoint=True, reentrant=False).enabled
@@ -75,7 +76,7 @@ class ActivationCheckpointing(Value):
 
 
 class GradientSync(enum.Enum):
-    """In which of a batch's backwards gradients are communicated; the values are what a configuration says.
+    """The backwards of a batch in which gradients are communicated; the values are those of the configuration key.
 
     Example:
         >>> GradientSync("last")
@@ -89,11 +90,13 @@ class GradientSync(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulation(Value):
-    """What is put off until the last microbatch of a batch; by default nothing, as under FSDP1 in Composer.
+    """Work deferred to the last microbatch of a batch; by default none, as with FSDP1 in Composer.
 
-    ``gradient_sync``: ``LAST`` keeps unsharded gradients on every rank until then and communicates none,
-    ``DEFER_REPLICA`` reduces them over the shards of a replica each time, and over the replicas in the last one only.
-    ``reshard_after_backward`` False keeps unsharded parameters until then.
+    Args:
+        gradient_sync: ``LAST`` accumulates unsharded gradients on every rank and communicates them in the last
+            backward. ``DEFER_REPLICA`` reduce-scatters over a replica's shards in every backward, and all-reduces over
+            replicas only in the last.
+        reshard_after_backward: False does not free unsharded parameters before the last microbatch.
 
     Example:
         >>> Accumulation(gradient_sync=GradientSync.LAST).reshard_after_backward
@@ -106,13 +109,12 @@ class Accumulation(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefetch(Value):
-    """How many units are prefetched (all-gathered early) on request; None leaves it to FSDP2, which prefetches one in
-    backward, in the order that forward ran in.
+    """The number of units to prefetch explicitly. None is FSDP2's implicit prefetching: one unit in backward, in the
 
     Example:
         >>> Prefetch(forward=2).backward is None
         True
-    """
+    reverse of the forward order."""
 
     forward: int | None = None
     backward: int | None = None
@@ -120,21 +122,22 @@ class Prefetch(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingConfig(Value):
-    """Everything that FSDP2 needs to know, translated from FSDP1's words.
+    """All settings of FSDP2, translated from FSDP1's keys.
 
-    ``sync_module_states`` None: rank 0's values go out only where some ranks have none.
-    ``collective_guard``: for how many seconds ranks wait for each other before a collective; None: they do not compare.
-    ``freeze``: paths; parameters there and below are not trained.
-    ``train_only``: regular expressions of the names of the parameters that are trained, if any are given.
-    ``expert_parallel_degree``: over how many ranks the experts of a layer are split.
-    ``context_parallel_degree``: over how many ranks the sequences of a batch are divided.
-    ``check_data``: whether ranks that share a batch compare it; None: yes.
-    ``broadcast_batch``: how they come to have the same one; None: as ``effective_broadcast_batch`` says.
-    ``idle_towers``: the paths of parts that a batch may not enter; empty for those that transformers' models have, None
-    where every batch enters all, or no unit lies in them.
-    ``ignored_modules``: modules of the model, or their paths; a plan has the paths.
-    ``shard_below_unwrapped``: what is chosen below a direct child with ``_fsdp_wrap = False`` is sharded, as under
-    Composer's FSDP2; else such a child is left out with all below it, as under FSDP1.
+    Args:
+        sync_module_states: None broadcasts rank 0's values only if some ranks have none.
+        collective_guard: Timeout in seconds for a comparison of ranks before each collective; None: no comparison.
+        freeze: Path prefixes of parameters that are not trained.
+        train_only: Regular expressions for the names of trained parameters; empty: all are trained.
+        expert_parallel_degree: Number of ranks over which a layer's experts are distributed.
+        context_parallel_degree: Number of ranks over which the sequences of a batch are sharded.
+        check_data: Whether ranks that share a batch compare it; None: yes.
+        broadcast_batch: How these ranks obtain the batch; None: see ``effective_broadcast_batch``.
+        idle_towers: Paths of submodules that some batches do not use; empty for those that transformers' models define;
+            None if every batch uses all submodules, or none of them contains a unit.
+        ignored_modules: Modules of the model, or their paths; a plan has the paths.
+        shard_below_unwrapped: Shard modules chosen below a direct child with ``_fsdp_wrap = False``, as Composer's
+            FSDP2 does. Otherwise such a child is excluded with all its submodules, as under FSDP1.
 
     Example:
         >>> config = ShardingConfig(mixed_precision=MixedPrecision(param_dtype="bfloat16"), cpu_offload=True)
@@ -174,25 +177,24 @@ class ShardingConfig(Value):
 
     @property
     def data_block_size(self) -> int:
-        """How many ranks in a row share one batch: those that split its layers, or its sequences."""
+        """The number of consecutive ranks that share one batch: the product of the TP and CP degrees."""
         return self.mesh.degree(AxisRole.TENSOR) * self.context_parallel_degree
 
     @property
     def effective_broadcast_batch(self) -> BroadcastBatch:
-        """How these ranks come to have the same batch: by default gathered where sequences are divided.
+        """``broadcast_batch`` with its default: GATHER under context parallelism, else OFF.
 
-        A kind of parallelism whose configurations read different data on every rank sets ``broadcast_batch`` where it
-        is None.
+        ``prepare.py`` sets ``broadcast_batch`` to GATHER if the ranks of a tensor-parallel group read different data.
         """
         if self.broadcast_batch is not None:
             return self.broadcast_batch
         return BroadcastBatch.GATHER if self.context_parallel_degree > 1 else BroadcastBatch.OFF
 
     def check_data_blocks(self, world_size: int) -> None:
-        """Raise where the ranks that share a batch are not a whole number of such groups.
+        """Check that the world size is a multiple of ``data_block_size``.
 
         Raises:
-            ConfigError: names the degrees, and which product would do.
+            ConfigError: names the degrees, and products that fit.
         """
         if world_size % self.data_block_size == 0:
             return
@@ -205,7 +207,7 @@ class ShardingConfig(Value):
 
 
 def check_split_sequences(mesh: MeshSpec, where: str = "the model") -> None:
-    """Refuse sequences that are divided over ranks whose gradients are not averaged.
+    """Reject context parallelism if gradients are averaged only within groups of ranks.
 
     Raises:
         ConfigError: names the groups.
@@ -220,12 +222,12 @@ def check_split_sequences(mesh: MeshSpec, where: str = "the model") -> None:
 
 
 def check_split_experts(mesh: MeshSpec, *others: str) -> None:
-    """Refuse experts that are split beside groups of ranks.
+    """Reject expert parallelism with groups of ranks.
 
     Args:
-        others: Further problems, which the same error names.
+        others: Further problems to include in the same error.
     Raises:
-        UnsupportedError: names what to leave out.
+        UnsupportedError: names the setting to remove.
     """
     grouped = "beside process_group: groups of ranks are no mesh of all ranks; leave one of the two out"
     if problems := [*([grouped] if mesh.is_grouped else []), *others]:
@@ -234,10 +236,10 @@ def check_split_experts(mesh: MeshSpec, *others: str) -> None:
 
 
 def check_expert_degree(degree: int, mesh: MeshSpec) -> None:
-    """Refuse a degree that does not divide the ranks over which a parameter is sharded (when they are known).
+    """Reject a degree that does not divide the shard degree, if the latter is known.
 
     Raises:
-        ConfigError: names the number and those that would do.
+        ConfigError: names the degree, and degrees that fit.
     """
     if mesh.shard_degree != -1 and mesh.shard_degree % degree:
         raise ConfigError(
@@ -248,10 +250,10 @@ def check_expert_degree(degree: int, mesh: MeshSpec) -> None:
 
 
 def check_reshard_degree(reshard_after_forward: bool | int, mesh: MeshSpec, where: str = "") -> None:
-    """Refuse an integer that does not divide the shard degree (when that is known).
+    """Reject an integer that does not divide the shard degree, if the latter is known.
 
     Raises:
-        ConfigError: names the number and those that would do.
+        ConfigError: names the integer, and integers that fit.
     """
     if isinstance(reshard_after_forward, bool):
         return

@@ -1,4 +1,4 @@
-"""Sizes, bandwidths and speeds as people write them: ``80GiB``, ``400Gb/s``, ``989TFLOPS``; never without a unit."""
+"""Parse sizes, bandwidths and speeds such as ``80GiB``, ``400Gb/s`` and ``989TFLOPS``. A unit is required."""
 
 import math
 import re
@@ -18,21 +18,21 @@ _SPEEDS = {f"{step}{word}": 1000**power for step, power in _STEPS.items() if ste
 
 
 def parse_bytes(text: str, name: str) -> int:
-    """A size with its unit: ``80GiB`` (1024³) or ``80GB`` (1000³).
+    """Parse a size with a unit: ``80GiB`` (1024³) or ``80GB`` (1000³).
 
     Args:
-        name: What the user called it, for the message.
+        name: The option's name, for the error message.
     Raises:
-        ConfigError: no size, or one without a unit.
+        ConfigError: the text is not a size, or has no unit.
     """
     return round(_measured(text, name, {**_SIZES, "bytes": 1}, "write 80GiB (1024³ bytes) or 80GB (1000³)"))
 
 
 def parse_bandwidth(text: str, name: str) -> float:
-    """Bytes per second, of ``450GB/s`` or, in bits, ``400Gb/s``; the case of the B tells them apart.
+    """Parse a bandwidth: ``450GB/s`` in bytes or ``400Gb/s`` in bits per second; the case of the B is significant.
 
     Raises:
-        ConfigError: no bandwidth, or one without a unit.
+        ConfigError: the text is not a bandwidth, or has no unit.
     """
     bits = {f"{step}{word}": 1000**power / 8 for step, power in _STEPS.items() for word in _BITS if step}
     in_bytes = {f"{step}{word}": 1000**power for step, power in _STEPS.items() for word in ("B/s", "Bps") if step}
@@ -45,10 +45,10 @@ _BITS = ("b/s", "bps", "bit/s")
 
 
 def parse_flops(text: str, name: str) -> float:
-    """Floating-point operations per second, of ``989TFLOPS``.
+    """Parse floating-point operations per second, such as ``989TFLOPS``.
 
     Raises:
-        ConfigError: no speed, or one without a unit.
+        ConfigError: the text is not a speed, or has no unit.
     """
     return _measured(text, name, _SPEEDS, "write 989TFLOPS")
 
@@ -71,9 +71,9 @@ def _measured(text: str, name: str, units: Mapping[str, float], way_out: str, *,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve(Value):
-    """What of a device's memory an estimate must leave free: a share of all of it, and a fixed part.
+    """The part of a device's memory that an estimate must leave free: a fraction of it plus a constant.
 
-    It stands for what is not modelled: the allocator's fragmentation, NCCL's buffers and CUDA's context.
+    It covers effects that are not modelled: fragmentation in the allocator, NCCL's buffers and CUDA's context.
     """
 
     share: float = 0.05
@@ -89,10 +89,10 @@ class Reserve(Value):
 
 
 def parse_reserve(text: str, name: str) -> Reserve:
-    """``5%+2GiB``, ``10%``, ``4GiB``, or ``0`` for none.
+    """Parse ``5%+2GiB``, ``10%``, ``4GiB``, or ``0`` for none.
 
     Raises:
-        ConfigError: a part is neither a share in percent nor a size with a unit; or all of the memory is reserved.
+        ConfigError: a term is neither a percentage nor a size with a unit, or all memory is reserved.
     """
     share, fixed_bytes = 0.0, 0
     for part in map(str.strip, text.split("+")):

@@ -1,4 +1,4 @@
-"""Pieces of messages: shortened lists, the nearest spelling, byte sizes."""
+"""Text for messages: shortened lists, the closest spelling, byte sizes."""
 
 import difflib
 import re
@@ -6,32 +6,32 @@ import shutil
 import sys
 from collections.abc import Iterable, Sequence
 
-# Control characters but the tab, those that turn the direction of writing, and halves of characters.
+# Control characters except tab, bidirectional overrides, and unpaired surrogates.
 _CONTROL = re.compile("[\x00-\x08\n-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """The text on one line, with escapes in the place of what would steer a terminal or be no text at all."""
+    """The text on one line, with control characters and invalid characters escaped."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def nearest_names(name: object, known: Iterable[str], num_names: int, *, likeness: float = 0.6) -> list[str]:
-    """The known names that ``name`` may stand for, upper or lower case, the likeliest first.
+    """The known names closest to ``name``, ignoring case, best match first.
 
     Args:
-        likeness: From 0 to 1, as ``difflib`` measures it.
+        likeness: The minimum similarity from 0 to 1, as defined by ``difflib``.
     """
     lower = {each.lower(): each for each in known}
     return [lower[match] for match in difflib.get_close_matches(str(name).lower(), lower, num_names, likeness)]
 
 
 def nearest(name: object, known: Iterable[str]) -> str | None:
-    """The likeliest of the known names, or None if none is near."""
+    """The closest known name, or None if none is similar."""
     return next(iter(nearest_names(name, known, 1)), None)
 
 
 def did_you_mean(name: object, known: Iterable[str], otherwise: str = "") -> str:
-    """The end of a message: ``; did you mean X?``, or ``; `` and ``otherwise``, if that says something."""
+    """The end of an error message: ``; did you mean X?``, else ``; `` and ``otherwise`` if it is not empty."""
     near = nearest(name, known)
     way_out = f"did you mean {near}?" if near else otherwise
     return f"; {way_out}" if way_out else ""
@@ -44,13 +44,13 @@ def and_more(names: Sequence[str], num_shown: int = 1, separator: str = ", ") ->
 
 
 def lines_and_more(lines: Sequence[str], num_shown: int, indent: str = "") -> str:
-    """A line each, and of those beyond ``num_shown`` how many there are."""
+    """The first ``num_shown`` lines, and the number of the others."""
     more = [f"{indent}... and {len(lines) - num_shown} more"] if len(lines) > num_shown else []
     return "\n".join([*(indent + line for line in lines[:num_shown]), *more])
 
 
 def text_width(limit: int) -> int:
-    """How wide a report's lines may be: as the terminal that it goes to, if it does, and at most ``limit``."""
+    """The maximum line length of a report: the width of the terminal if stdout is one, and at most ``limit``."""
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     return max(40, min(limit, shutil.get_terminal_size((limit, 24)).columns)) if is_terminal else limit
 
@@ -65,13 +65,13 @@ def human_bytes(num_bytes: float) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Somebody else's error for the end of a message: its type, and the beginning of what it says."""
+    """Another package's error for the end of a message: its type, and the beginning of its text."""
     text = printable(" ".join(f"{type(error).__name__}: {error}".split()))
-    text = text.removesuffix(":")  # of an error that says nothing
+    text = text.removesuffix(":")  # an error without a message
     return text if len(text) <= 300 else f"{text[:297]}..."
 
 
 def short(value: object) -> str:
-    """``repr``, cut to 80 characters."""
+    """``repr``, truncated to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

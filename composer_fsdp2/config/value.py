@@ -11,9 +11,9 @@ T = TypeVar("T")
 
 
 class Value:
-    """A frozen dataclass that is written as JSON field by field, each under its own name.
+    """A frozen dataclass whose JSON form has the same fields.
 
-    A field with ``metadata={"json": False}`` is left out; with a function there, what that makes of it is written.
+    A field with ``metadata={"json": False}`` is omitted; a function in its place converts the field's value.
     """
 
     __slots__ = ()
@@ -24,14 +24,14 @@ class Value:
 
 
 def with_field(value: T, name: str, new: Any) -> T:
-    """The dataclass with another value of one field; of a nested field by its dotted name."""
+    """Return a copy with another value of one field; a nested field has a dotted name."""
     first, _, rest = name.partition(".")
     inner = with_field(getattr(value, first), rest, new) if rest else new
     return replace(value, **{first: inner})  # type: ignore[type-var]
 
 
 def plain(value: object) -> Any:
-    """The value as JSON types; anything else as its text."""
+    """Convert to JSON types; other types are converted by ``str``."""
     return json.loads(json_text(value))
 
 
@@ -41,7 +41,7 @@ def json_text(value: object) -> str:
 
 
 def from_json(kind: type[T], text: str | bytes) -> T:
-    """The value of this type whose ``json_text`` this is: dataclasses, enums, tuples of them, and JSON's own types."""
+    """Inverse of ``json_text`` for this type: dataclasses, enums, tuples of them, and JSON types."""
     value: T = _typed(kind, json.loads(text))
     return value
 
@@ -56,7 +56,7 @@ def _typed(kind: Any, value: Any) -> Any:
 
 
 def _simpler(value: object) -> object:
-    """One level of what JSON has no word for."""
+    """Convert one level of a type that JSON does not support."""
     if isinstance(value, Value):
         names, forms = _forms(type(value))  # type: ignore[arg-type]
         each = {name: getattr(value, name) for name in names}
@@ -67,12 +67,12 @@ def _simpler(value: object) -> object:
         return {str(key): each for key, each in value.items()}
     if isinstance(value, set | frozenset):
         return sorted(map(plain, value))
-    return str(value)  # also of what can be walked through, such as a module
+    return str(value)  # also for iterables, such as modules
 
 
 @cache
 def _forms(cls: type) -> tuple[list[str], dict[str, Callable[[Any], object]]]:
-    """The fields that are written, and what is written of some of them in their place."""
+    """The names of the fields in JSON, and the conversion functions of some of them."""
     forms = {field.name: field.metadata.get("json") for field in fields(cls)}
     written = {name: form for name, form in forms.items() if form is not False}
     return list(written), {name: form for name, form in written.items() if form is not None}

@@ -1,4 +1,4 @@
-"""Which modules become units, in no system's words."""
+"""Rules that select the modules to make FSDP units, independent of any system's keys."""
 
 import enum
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from composer_fsdp2.errors import ConfigError
 
 
 class WrapKind(enum.Enum):
-    """Who chooses the modules that become units."""
+    """The rule that selects FSDP units."""
 
     HOOKS = "the model's own hooks (Composer's fsdp_wrap_fn, _fsdp_wrap)"
     CLASSES = "modules of these classes"
@@ -28,17 +28,16 @@ _FIELDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wrap(Value):
-    """Which modules become units of their own, below the roots.
+    """Selects the modules below the roots that are FSDP units.
 
     Args:
-        classes: Under CLASSES, by name; empty means those that the model itself names (transformers'
-            ``_no_split_modules``).
-        min_num_params: Under SIZE: a module with at least so many elements that no unit below it holds.
+        classes: With CLASSES, class names; empty for the model's ``_no_split_modules`` (transformers).
+        min_num_params: With SIZE, the minimum number of elements of a module, without those in units below it.
         embeddings: Whether the input embeddings are a unit.
-        output: Whether the output head is one.
-        experts: Classes of experts that are; ``AUTO_EXPERTS`` for all that the model calls experts.
+        output: Whether the output head is a unit.
+        experts: Class names of experts that are units; ``AUTO_EXPERTS`` for all modules named as experts.
     Raises:
-        ConfigError: SIZE without a number from 1 on, or what the kind has no use for.
+        ConfigError: SIZE without a positive number, or an argument that the kind does not use.
     """
 
     kind: WrapKind = WrapKind.HOOKS
@@ -57,6 +56,6 @@ class Wrap(Value):
 
     @property
     def others(self) -> tuple[str, ...]:
-        """The further kinds of modules that are units of their own, by name."""
+        """The names of the additional module kinds that are units."""
         kinds = {"embeddings": self.embeddings, "output": self.output, "experts": self.experts}
         return tuple(name for name, wanted in kinds.items() if wanted)

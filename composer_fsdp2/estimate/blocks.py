@@ -20,13 +20,13 @@ class BlockList:
         path: The container's path.
         names: Its children.
         present: The children in the copy.
-        kept: Maps each of ``names`` to its representative in ``present``.
+        representatives: Maps each of ``names`` to its representative in ``present``.
     """
 
     path: str
     names: tuple[str, ...]
     present: tuple[str, ...]
-    kept: Mapping[str, str]
+    representatives: Mapping[str, str]
 
     @property
     def is_short(self) -> bool:
@@ -36,12 +36,12 @@ class BlockList:
         return f"{self.path}.{name}"
 
 
-def find_blocks(model: nn.Module, plan: ShardingPlan, *, num_kept: int | None) -> tuple[BlockList, ...]:
+def find_blocks(model: nn.Module, plan: ShardingPlan, *, num_per_kind: int | None) -> tuple[BlockList, ...]:
     """Find the lists of blocks that a model runs sequentially, and group equal blocks.
 
     Blocks are equal if they have the same class, the same names, shapes, dtypes and ``requires_grad`` of parameters,
     the same mixed precision and activation checkpointing in the plan, and equal plain attributes. The first
-    ``num_kept`` of each group represent all; None keeps all.
+    ``num_per_kind`` of each group represent all; None keeps all.
     """
     settings, frozen = _settings_below(plan), frozenset(plan.frozen)
     found: list[BlockList] = []
@@ -52,11 +52,11 @@ def find_blocks(model: nn.Module, plan: ShardingPlan, *, num_kept: int | None) -
         for (name, child), switch in zip(children, switches, strict=True):
             kind = _kind(child, f"{path}.{name}", frozen)
             kinds.setdefault((kind, switch, settings.get(f"{path}.{name}", ())), []).append(name)
-        kept = {name: each for alike in kinds.values() for name, each in _standing_for(alike, num_kept)}
+        pairs = (pair for alike in kinds.values() for pair in _representatives(alike, num_per_kind))
         names = tuple(name for name, _ in children)
-        first = {name for alike in kinds.values() for name in alike[:num_kept]}
+        first = {name for alike in kinds.values() for name in alike[:num_per_kind]}
         present = tuple(name for name in names if name in first)
-        found.append(BlockList(path=path, names=names, present=present, kept=kept))
+        found.append(BlockList(path=path, names=names, present=present, representatives=dict(pairs)))
     return tuple(found)
 
 
@@ -85,13 +85,13 @@ def _lists_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return repeating or others
 
 
-def _standing_for(alike: Sequence[str], num_kept: int | None) -> Iterator[tuple[str, str]]:
-    """Map each block to its representative among the first ``num_kept``.
+def _representatives(alike: Sequence[str], num_per_kind: int | None) -> Iterator[tuple[str, str]]:
+    """Map each block to its representative among the first ``num_per_kind``.
 
     The last one represents the last block, and the one before it those in between: the first block's input and the last
     block's output differ from the others'.
     """
-    present = alike[:num_kept]
+    present = alike[:num_per_kind]
     between = present[-2] if len(present) > 1 else present[0]
     for place, name in enumerate(alike):
         if name == alike[-1]:

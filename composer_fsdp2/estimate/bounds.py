@@ -50,7 +50,7 @@ class Machine(Value):
         return replace(self, flops=self.fp8_flops) if precision == "amp_fp8" and self.fp8_flops else self
 
     @property
-    def says_anything(self) -> bool:
+    def has_any_speed(self) -> bool:
         return any((self.flops, self.intra_bytes_per_s, self.inter_bytes_per_s))
 
 

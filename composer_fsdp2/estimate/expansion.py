@@ -15,8 +15,8 @@ class BlockSpan:
 
     Args:
         begin: Index of the block's first event.
-        end: Index after its last one. The event there is not a unit's hook: it counts the model's computation between
-            the block and the next hook.
+        end: Index after its last one. The event at this index is not a unit's hook: it counts the model's computation
+            between the block and the next hook.
     """
 
     path: str
@@ -89,7 +89,7 @@ def _runs_of(blocks: BlockList, spans: Sequence[BlockSpan]) -> Iterator[_Run]:
         if not run:
             continue
         order = [paths[span.path] for span in run]
-        inside = [name for name in blocks.names if blocks.kept[name] in order]
+        inside = [name for name in blocks.names if blocks.representatives[name] in order]
         ran = [name for name in blocks.present if name in order]
         follows = all(second.begin == first.end + 1 for first, second in itertools.pairwise(run))
         if not follows or order != (ran[::-1] if is_backward else ran):
@@ -103,7 +103,7 @@ def _put_run(found: list[StepEvent], events: Sequence[StepEvent], run: _Run, shi
     first, last = run.traced[0], run.traced[-1]
     live = _Bytes.at(events[first.begin]) + shift
     for name in run.names:
-        path, span = run.blocks.block(name), by_path[run.blocks.block(run.blocks.kept[name])]
+        path, span = run.blocks.block(name), by_path[run.blocks.block(run.blocks.representatives[name])]
         moved = live - _Bytes.at(events[span.begin])
         for event in _renamed(events[span.begin : span.end], span.path, path):
             _put(found, _moved(event, moved), is_moment=True)
@@ -166,7 +166,7 @@ def check_representatives(lists: Sequence[BlockList], unfinished: Set[str], not_
         NotInOrderError: a representative is in ``unfinished``, or its list in ``not_sequential``.
     """
     for each in lists:
-        standing = {each.block(each.kept[name]) for name in each.names if name not in each.present}
+        standing = {each.block(each.representatives[name]) for name in each.names if name not in each.present}
         if standing & unfinished or (standing and each.path in not_sequential):
             raise NotInOrderError(each.path)
 

@@ -178,7 +178,7 @@ class ParamGroup:
             return
         num_bytes = sizes.gathered_elements * sizes.param_bytes
         if self.sharded_state is ShardedState.SHARDED_POST_FORWARD:
-            # Any consecutive ranks of the shard group give the same sizes.
+            # The sizes are the same for any consecutive ranks of the shard group.
             ranks = sizes.shard_ranks[: sizes.ranks_after_forward]
             all_gather_input = num_bytes // len(ranks) * sizes.is_cast
         else:

@@ -85,7 +85,7 @@ def _record_gradient(record: RecordHook, unit: str, name: str, _: nn.Parameter) 
 
 
 class _Step:
-    """Which units are in backward, as ``fully_shard`` keeps it; records END once per backward, after autograd."""
+    """Tracks the units in backward, as ``fully_shard`` does; records END once per backward, after autograd."""
 
     def __init__(self, record: RecordHook) -> None:
         self.record = record

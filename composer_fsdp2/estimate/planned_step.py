@@ -87,7 +87,7 @@ class PlannedStep(Value):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a step, of all ranks; ranks that split layers read one batch."""
+        """Tokens of a step, of all ranks; the ranks of a tensor parallel group read one batch."""
         config = self.plan.config
         readers = 1 if config.effective_broadcast_batch is BroadcastBatch.GATHER else config.data_block_size
         of_rank = self.num_microbatches * self.microbatch_size * self.sequence_length

@@ -248,7 +248,7 @@ _HOOKS = {
 
 
 def _outer_first(bottom_up: Sequence[ShardUnit]) -> list[str]:
-    """Names in the order of ``named_modules``: parents before children, siblings in the given order."""
+    """Names in the order of ``named_modules``: parents before children, siblings in their original order."""
     places = {unit.name: place for place, unit in enumerate(bottom_up)}
 
     def places_from_above(name: str) -> list[int]:

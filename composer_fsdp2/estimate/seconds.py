@@ -33,8 +33,8 @@ def step_seconds(
     """Estimate the seconds of one step.
 
     Args:
-        estimate: Of ``plan`` and ``trace``, with all microbatches or with three, the second of which represents all
-            between the first and the last.
+        estimate: The estimate of ``plan`` and ``trace``, with all microbatches or with three, whose second represents
+            all between the first and the last.
         machine: All speeds must be known.
     """
     assert machine.flops and machine.achieved and machine.pcie_bytes_per_s and machine.host_bytes_per_s

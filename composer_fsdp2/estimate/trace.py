@@ -17,15 +17,15 @@ from torch.distributed.tensor import DTensor
 from composer_fsdp2._torch.private_names import without_wrappers
 from composer_fsdp2._torch.tensor_tree import cast_floats
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.estimate._torch.as_cuda import as_cuda
+from composer_fsdp2.estimate._torch.emulate_cuda import emulate_cuda
 from composer_fsdp2.estimate._torch.fake import fake_tensors, lists_of_zeros
 from composer_fsdp2.estimate._torch.live import LiveStorages
 from composer_fsdp2.estimate._torch.sent import Sent
 from composer_fsdp2.estimate.blocks import BlockList, copy_with, find_blocks
-from composer_fsdp2.estimate.divided import divided, undivided
 from composer_fsdp2.estimate.events import Hook, MicrobatchTrace, StepEvent
 from composer_fsdp2.estimate.expansion import BlockSpan, backward_begin, check_representatives, expand
 from composer_fsdp2.estimate.hooks import module_at, record_hooks
+from composer_fsdp2.estimate.parallelized import as_rank_0, without_parallelism
 from composer_fsdp2.estimate.sequential import SequentialBlocks
 from composer_fsdp2.sharding.activations import turn_off_caches, wrap_activations
 from composer_fsdp2.sharding.dtypes import torch_dtype
@@ -75,13 +75,13 @@ def trace_microbatch(
 
     def traced(planned: ShardingPlan, blocks: tuple[BlockList, ...]) -> MicrobatchTrace:
         trace = _trace(model, planned, blocks, compute)
-        notes = (_FP8,) * (precision == "amp_fp8") + (_UNDIVIDED,) * (planned is not plan)
+        notes = (_FP8,) * (precision == "amp_fp8") + (_UNPARALLELIZED,) * (planned is not plan)
         return replace(trace, notes=(*trace.notes, *notes))
 
-    few, every = (find_blocks(model, plan, num_kept=number) for number in (num_blocks, None))
+    few, every = (find_blocks(model, plan, num_per_kind=number) for number in (num_blocks, None))
     # A model may access an omitted block, so a failure is retried with all blocks.
     lists = [few, every] if any(each.is_short for each in few) else [every]
-    whole = undivided(plan)
+    whole = without_parallelism(plan)
     *attempts, last = itertools.product([plan] if plan == whole else [plan, whole], lists)
     for attempt in attempts:
         with contextlib.suppress(Exception):
@@ -104,7 +104,7 @@ def _trace(
     with mode, lists_of_zeros():
         traced = run_traced(short, plan, compute, lists)
     check_representatives(lists, traced.unfinished.keys(), traced.sequential.broken)
-    events = tuple(beside_outputs(expand(traced.events, traced.spans, lists), plan, traced.held_bytes))
+    events = tuple(add_previous_outputs(expand(traced.events, traced.spans, lists), plan, traced.held_bytes))
     return MicrobatchTrace(
         events=events,
         host_bytes=max(event.host_bytes for event in events),
@@ -113,7 +113,7 @@ def _trace(
     )
 
 
-def beside_outputs(events: Sequence[StepEvent], plan: ShardingPlan, held: int) -> Iterator[StepEvent]:
+def add_previous_outputs(events: Sequence[StepEvent], plan: ShardingPlan, held: int) -> Iterator[StepEvent]:
     """Count the outputs of the previous microbatch: ``held`` bytes, alive until this one's forward ends."""
     roots = {unit.name for unit in plan.roots}
     backward = next(place for place, each in enumerate(events) if each.hook is Hook.PRE_BACKWARD)
@@ -134,7 +134,7 @@ def run_traced(
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # the real run emits them
-        finish = stack.enter_context(divided(model, plan))
+        finish = stack.enter_context(as_rank_0(model, plan))
         turn_off_caches(model, [path for path in plan.caching if module_at(model, path)])
         present = [path for path in plan.checkpointed if module_at(model, path)]
         wrap_activations(model, present, plan.config.activation_checkpointing)
@@ -149,7 +149,7 @@ def run_traced(
         for unit in plan.units:
             recorder.show(Hook.POST_BACKWARD, unit.name)
         if plan.mesh.device_type == "cuda":
-            stack.enter_context(as_cuda(recorder.live))
+            stack.enter_context(emulate_cuda(recorder.live))
         stack.enter_context(recorder.live)
         held = compute(model)
         first = held[0] if isinstance(held, tuple) else held
@@ -199,7 +199,7 @@ class Recorder:
         if hook is Hook.PRE_BACKWARD and not self._is_backward:
             self._is_backward, self._backward_began = True, self.live.num_made
         if hook is Hook.GRADIENT:
-            self._take_away(self._parameters[parameter or ""])
+            self._remove_gradient(self._parameters[parameter or ""])
         self.live.mark()
         live, host = self.live.now, self.live.on_host
         self.events.append(StepEvent(hook=hook, unit=unit, parameter=parameter, live_bytes=live, host_live_bytes=host))
@@ -234,7 +234,7 @@ class Recorder:
         self.live.sent.clear()
         self._flops, self._recomputed = self.live.flops, self.live.recomputed_flops
 
-    def _take_away(self, parameter: nn.Parameter) -> None:
+    def _remove_gradient(self, parameter: nn.Parameter) -> None:
         """Remove a gradient, which counts as state from here on, not as an activation."""
         gradient = parameter.grad
         if gradient is None:
@@ -293,7 +293,7 @@ def num_experts(model: nn.Module) -> int:
 
 
 def _dtypes(plan: ShardingPlan) -> Callable[[str, torch.Tensor], torch.dtype]:
-    """The dtype in the run of a parameter while it is unsharded, or of a buffer, by name."""
+    """Map a name and tensor to the dtype in the run, of an unsharded parameter or a buffer."""
     of_parameters = {
         name: unit.mixed_precision.param_dtype for unit in plan.units for spec in unit.parameters for name in spec.names
     }
@@ -350,7 +350,7 @@ def _autocast(precision: str) -> AbstractContextManager[Any]:
 
 
 _FP8 = "fp8 is counted as bf16: what Transformer Engine keeps in fp8 takes less."
-_UNDIVIDED = (
+_UNPARALLELIZED = (
     "Layers, sequences and experts that ranks divide, and MLPs in pieces, cannot be traced here, and are counted as if "
     "each rank computed all of them."
 )

@@ -124,7 +124,7 @@ def _parameter_sizes(
 
 
 def stored_in_full(spec: ParameterSpec) -> ParameterSizes:
-    """The sizes of a parameter of which every rank stores all."""
+    """The sizes of a parameter that every rank stores in full."""
     size = spec.numel
     return ParameterSizes(
         name=spec.name, full=size, part=size, padded_shard=size, own_shard=size, is_trained=spec.is_trained

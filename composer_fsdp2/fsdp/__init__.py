@@ -1,10 +1,10 @@
-"""FSDP1's class on FSDP2, with what scripts import beside it.
+"""FSDP1's class on FSDP2, and the other names that scripts import with it.
 
     from composer_fsdp2.fsdp import FullyShardedDataParallel as FSDP
 
-replaces the same import from ``torch.distributed.fsdp``. Policies, enums and configs are torch's own objects. Needs
-torch only. Import it before optimizers are made: from then on they are noted, and follow when their parameters are
-sharded.
+replaces the same import from ``torch.distributed.fsdp``. Policies, enums and configs are torch's own objects. Requires
+only torch. Import it before optimizers are created: later optimizers are tracked, and updated when their parameters
+are sharded.
 """
 
 from typing import TYPE_CHECKING
@@ -56,9 +56,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> type:
-    """The class, where a script imports it: optimizers that are made from then on are noted.
+    """The class, on its first import by a script: optimizers created afterwards are tracked.
 
-    Not where another module of this package is imported, as Composer's seams do.
+    Importing other modules of this package, as compat does, does not track optimizers.
     """
     if name != "FullyShardedDataParallel":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""FSDP1's constructor arguments, translated by the same table as an ``fsdp_config``."""
+"""Translate the arguments of FSDP1's constructor, with the same table as an ``fsdp_config``."""
 
 import contextlib
 import functools
@@ -40,8 +40,8 @@ def translate_arguments(
     """The sharding configuration of one FSDP instance; the arguments are those of ``FullyShardedDataParallel``.
 
     Raises:
-        ConfigError: arguments that contradict each other, or have a wrong type; all of them in one message.
-        UnsupportedError: an argument that ``fully_shard`` cannot carry out; names the way out.
+        ConfigError: contradictory arguments or wrong types, all in one message.
+        UnsupportedError: an argument that ``fully_shard`` does not support; names the alternative.
 
     Reads only; does not communicate. Called by the constructor on every rank.
     """
@@ -83,13 +83,13 @@ def report(translation: Translation, *, use_orig_params: bool) -> None:
         )
 
 
-# A group of some ranks may have been meant as the ranks that call.
+# The user may intend the ranks of a subgroup to call the constructor alone.
 _PATIENCE_S = 60.0
 
 
 @contextlib.contextmanager
 def warns_of_absent_ranks(process_group: Any) -> Iterator[None]:
-    """Log a warning where ranks outside of ``process_group`` do not come: the constructor waits for them."""
+    """Log a warning if ranks outside of ``process_group`` do not call the constructor, which waits for them."""
     if not isinstance(process_group, dist.ProcessGroup) or process_group.size() == dist.get_world_size():
         yield
         return
@@ -150,7 +150,7 @@ def _device_type(module: nn.Module, device_id: int | str | torch.device | None, 
 def ignored_states(
     module: nn.Module, ignored_modules: Iterable[nn.Module] | None, states: Iterable[Any] | None
 ) -> tuple[set[nn.Module], set[nn.Parameter]]:
-    """The ignored modules with all below them, and the ignored parameters, theirs among them.
+    """The ignored modules with all their submodules, and the ignored parameters, including those of ignored modules.
 
     Args:
         states: FSDP1's ``ignored_states``: modules, or parameters.

@@ -1,4 +1,4 @@
-"""``torch.distributed.checkpoint.state_dict`` on our class: names by FSDP1's rule, values as for ``fully_shard``."""
+"""Support for ``torch.distributed.checkpoint.state_dict``: FSDP1's names, and values as for ``fully_shard``."""
 
 import functools
 from typing import Any
@@ -9,11 +9,11 @@ from composer_fsdp2._torch.private_names import FSDP1Wrapper
 
 
 @functools.cache
-def open_dcp(ours: type[nn.Module]) -> None:
-    """Have ``get_state_dict`` and its relatives leave the wrapper out of names, as they do for FSDP1's class.
+def patch_dcp(ours: type[nn.Module]) -> None:
+    """Make ``get_state_dict`` and related functions omit the wrapper from names, as for FSDP1's class.
 
-    Its static methods stay torch's, which find no instance of FSDP1 and leave the model to what ``fully_shard`` needs.
-    Called where the first instance of ``ours`` is made.
+    FSDP1's static methods are not patched: they find no FSDP1 instance, so the functions use their code path for
+    ``fully_shard``. Called when the first instance of ``ours`` is created.
     """
     from torch.distributed.checkpoint import state_dict  # slow to import
 

@@ -1,4 +1,4 @@
-"""What libraries read and set of an FSDP instance's flat parameter and of its handle, where there are none."""
+"""Stand-ins for FSDP1's flat parameter and its handle, for libraries that access them."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ REPLACEMENT = "read model.named_parameters(), DTensors, and within FSDP.summon_f
 
 
 class FlatView:
-    """A unit's parameters, as far as accelerate looks into a ``FlatParameter`` and its ``FlatParamHandle``.
+    """A unit's parameters, with the attributes of ``FlatParameter`` and ``FlatParamHandle`` that accelerate uses.
 
-    ``view.data = view.data.to(dtype)`` casts the unit's parameters: accelerate does so before the first forward, where
-    mixed precision meets parameters in low precision.
+    ``view.data = view.data.to(dtype)`` casts the unit's parameters. accelerate does so before the first forward, if
+    mixed precision is used with low-precision parameters.
     """
 
     def __init__(self, unit: Any, dtype: torch.dtype | None = None) -> None:

@@ -1,4 +1,4 @@
-"""``install_fsdp``: replaces FSDP1's class in scripts and libraries without an edit."""
+"""``install_fsdp``: replaces FSDP1's class in unmodified scripts and libraries."""
 
 import sys
 from collections.abc import Collection, Iterator
@@ -12,12 +12,12 @@ from composer_fsdp2.fsdp.optimizers import note_optimizers
 from composer_fsdp2.fsdp.wrapper import FullyShardedDataParallel
 from composer_fsdp2.sharding.confirmation import shows_units
 
-# torch's class, and ours.
+# torch's class -> the replacement.
 _CLASSES: dict[type, type] = {FSDP1Wrapper: FullyShardedDataParallel, FSDP1GradScaler: ShardedGradScaler}
 
 
 # Active installs; the bindings that the first one replaced, and the modules imported before it.
-_in_force: list["InstalledFSDP"] = []
+_active: list["InstalledFSDP"] = []
 _rebound: list[tuple[ModuleType, str]] = []
 _imported: set[str] = set()
 
@@ -29,21 +29,21 @@ class InstalledFSDP:
         note_optimizers()
         self._showed_units = shows_units.get()
         shows_units.set(self._showed_units or show_units)
-        if not _in_force:
+        if not _active:
             _imported.update(sys.modules)
             _rebound.extend(_rebind(_CLASSES))
-        _in_force.append(self)
+        _active.append(self)
 
     def uninstall(self) -> None:
-        """Put torch's classes back, also in modules that were imported in between. Models stay as they are.
+        """Restore torch's classes, also in modules imported since. Existing models are not changed.
 
-        Within another ``install_fsdp`` the classes stay replaced until that ends.
+        Within another ``install_fsdp``, the classes stay replaced until that is uninstalled.
         """
-        if self not in _in_force:
+        if self not in _active:
             return
-        _in_force.remove(self)
+        _active.remove(self)
         shows_units.set(self._showed_units)
-        if _in_force:
+        if _active:
             return
         back = {ours: theirs for theirs, ours in _CLASSES.items()}
         ours_by_id = {id(ours): theirs for ours, theirs in back.items()}
@@ -64,10 +64,10 @@ class InstalledFSDP:
 
 
 def install_fsdp(*, show_units: bool = False) -> InstalledFSDP:
-    """Replace ``FullyShardedDataParallel`` and ``ShardedGradScaler`` of torch wherever they are bound.
+    """Replace ``FullyShardedDataParallel`` and ``ShardedGradScaler`` of torch at all their bindings.
 
-    Call it on every rank before the script's or library's own code, and before optimizers are made; or write
-    ``with install_fsdp():`` around it. Modules that are imported later get ours, too. Does not communicate.
+    Call it on every rank before the script's or library's own code, and before optimizers are created; or use ``with
+    install_fsdp():``. Modules imported later get the replacements, too. Does not communicate.
 
     Args:
         show_units: Print the name of each unit on rank 0 at the first forward, not the number of units alone.
@@ -81,13 +81,13 @@ def install_fsdp(*, show_units: bool = False) -> InstalledFSDP:
     return InstalledFSDP(show_units=show_units)
 
 
-def class_in_force() -> type:
-    """FSDP1's class, as a script finds it now."""
-    return FullyShardedDataParallel if _in_force else FSDP1Wrapper
+def active_fsdp_class() -> type:
+    """The class currently bound to FSDP1's name."""
+    return FullyShardedDataParallel if _active else FSDP1Wrapper
 
 
 def _rebind(classes: dict[type, type], without: Collection[str] = ()) -> Iterator[tuple[ModuleType, str]]:
-    """Rebind classes in all modules but ours, and those in ``without``; yield each module and name."""
+    """Rebind classes in all modules except this package's and those in ``without``; yield each module and name."""
     by_id = {id(old): new for old, new in classes.items()}  # some values warn on attribute access
     for path, module in list(sys.modules.items()):
         if path in without or path.partition(".")[0] == "composer_fsdp2" or not isinstance(module, ModuleType):

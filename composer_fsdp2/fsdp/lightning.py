@@ -1,4 +1,4 @@
-"""Lightning on our class: what it does by the type of parameters, and not by FSDP1's class."""
+"""Support for Lightning, which detects FSDP2 by the type of parameters."""
 
 import sys
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from torch import nn
 
 
-def open_lightning(ours: type[nn.Module]) -> None:
-    """Have Lightning load full checkpoints into ``ours`` as into FSDP1's class.
+def patch_lightning(ours: type[nn.Module]) -> None:
+    """Make Lightning load full checkpoints into ``ours`` as into FSDP1's class.
 
-    Lightning takes any model with DTensors for one of its own FSDP2 strategy, and would look for checkpoint entries
-    with the names of our wrapped modules. Called where an instance is made, by Lightning after its own imports.
+    Lightning assumes that a model with DTensors uses its FSDP2 strategy, and would look up checkpoint entries by the
+    names of wrapped modules. Called when an instance is created, which Lightning does after its own imports.
     """
     for package in ("lightning.fabric", "lightning_fabric"):
         module: Any = sys.modules.get(f"{package}.strategies.model_parallel")

@@ -1,6 +1,6 @@
-"""Optimizers made before wrapping: with ``use_orig_params=True`` FSDP1 kept the parameter objects.
+"""Optimizers created before wrapping. With ``use_orig_params=True``, FSDP1 preserves the parameter objects.
 
-``fully_shard`` registers new parameters. Each optimizer is therefore noted in its constructor, and found by its
+``fully_shard`` registers new parameters. Therefore each optimizer is tracked from its constructor on, and found by its
 parameters when these are sharded.
 """
 
@@ -21,19 +21,19 @@ from composer_fsdp2.sharding.placements import shard_axes
 
 _NOTED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _CHECKED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-# Instances whose gradients may wait: from no_sync on, until none is found.
+# Instances that may have unreduced gradients: from no_sync until none is found.
 _ACCUMULATING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-# Set on a replaced parameter: its name.
+# Attribute of a replaced parameter with its name.
 _MARK = "_composer_fsdp2_sharded_as"
 
 
 @functools.cache
 def note_optimizers() -> None:
-    """Note all optimizers that this process makes from now on.
+    """Track all optimizers that this process creates from now on.
 
-    Called where a script imports the class, and by ``install_fsdp``. Wraps
-    ``torch.optim.Optimizer.add_param_group``, which every optimizer calls for each group; torch has no hook for the
-    construction. And ``zero_grad``, which clears the gradients of microbatches under ``no_sync`` too.
+    Called when a script imports the class, and by ``install_fsdp``. Wraps ``torch.optim.Optimizer.add_param_group``,
+    which every optimizer calls for each group; torch has no hook for the construction. Also wraps ``zero_grad``, to
+    clear unreduced gradients of microbatches under ``no_sync``.
     """
     original = torch.optim.Optimizer.add_param_group
     original_zero_grad = torch.optim.Optimizer.zero_grad
@@ -48,33 +48,32 @@ def note_optimizers() -> None:
     def zero_grad(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         original_zero_grad(self, *args, **kwargs)
         if _ACCUMULATING:
-            clear_accumulated(_held(self))
+            clear_accumulated(_parameters_of(self))
 
     torch.optim.Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
     torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
     register_optimizer_step_pre_hook(_check_step)
 
 
-def followers(model: nn.Module) -> list[Callable[[], None]]:
-    """Functions to call after sharding ``model``: each moves a noted optimizer to the new parameters.
+def optimizer_rebindings(model: nn.Module) -> list[Callable[[], None]]:
+    """Functions to call after ``model`` is sharded: each rebinds a tracked optimizer to the new parameters.
 
-    State that an optimizer already has is cut to this rank's shard. Neither this nor the functions communicate; call
-    them on all ranks.
+    Existing optimizer state is sharded like its parameters. Neither this nor the functions communicate; call them on
+    all ranks.
     """
     own = set(model.parameters())
-    return [rebinding(model, optimizer) for optimizer in list(_NOTED) if not own.isdisjoint(_held(optimizer))]
+    return [rebinding(model, optimizer) for optimizer in list(_NOTED) if not own.isdisjoint(_parameters_of(optimizer))]
 
 
 def note_accumulation(instance: nn.Module) -> None:
-    """Note an instance whose gradients wait for a later microbatch."""
+    """Track an instance with gradients that are reduced in a later backward."""
     _ACCUMULATING.add(instance)
 
 
 def clear_accumulated(parameters: Iterable[nn.Parameter]) -> None:
-    """Discard the gradients of backwards under ``no_sync``, which FSDP1 kept in ``.grad`` and ``fully_shard`` does not.
+    """Discard the gradients of backwards under ``no_sync``. FSDP1 stores them in ``.grad``, ``fully_shard`` does not.
 
-    A training step that is given up halfway (a loss that is not finite, the end of an epoch) would add them to the
-    next one. Does not communicate.
+    Otherwise an abandoned step (non-finite loss, end of an epoch) would add them to the next one. Does not communicate.
     """
     cleared = set(parameters)
     for unit, _ in _waiting():
@@ -82,9 +81,9 @@ def clear_accumulated(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def refuse_accumulated(parameters: Iterable[nn.Parameter], call: str) -> None:
-    """Raise if gradients of these parameters wait for a backward outside of ``no_sync``.
+    """Raise if gradients of these parameters are unreduced until a backward outside of ``no_sync``.
 
-    ``call`` would find none of them, or those of earlier backwards alone.
+    ``call`` would find no gradients, or only those of earlier backwards.
     """
     if any(not set(waiting).isdisjoint(parameters) for _, waiting in _waiting()):
         raise CallError(
@@ -94,7 +93,7 @@ def refuse_accumulated(parameters: Iterable[nn.Parameter], call: str) -> None:
 
 
 def _waiting() -> list[tuple[FSDPModule, list[nn.Parameter]]]:
-    """Units with the parameters whose gradients wait; instances without any are looked at no more."""
+    """Units with parameters whose gradients are unreduced; instances without any are no longer tracked."""
     found: list[tuple[FSDPModule, list[nn.Parameter]]] = []
     for instance in list(_ACCUMULATING):
         units = [(unit, unreduced_parameters(unit)) for unit in distinct_units(instance.modules())]
@@ -106,33 +105,33 @@ def _waiting() -> list[tuple[FSDPModule, list[nn.Parameter]]]:
 
 
 def mark_replaced(names: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Mark parameters that shards have replaced, for optimizers and modules that still refer to them."""
+    """Mark parameters that were replaced by shards, for optimizers and modules that still refer to them."""
     for name, parameter in names:
         setattr(parameter, _MARK, name)
 
 
 def sharded_name(parameter: nn.Parameter) -> str | None:
-    """The name of a parameter that a shard has replaced; None for any other."""
+    """The name of a parameter that was replaced by a shard; None for any other."""
     return getattr(parameter, "__dict__", {}).get(_MARK)
 
 
-def _held(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _check_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
-    """Raise where a step would train nothing: before the first one of an optimizer that was made before this module was
-    imported, and on gradients that are not communicated yet."""
-    if torch.compiler.is_compiling():  # a step that torch.compile traces: it cannot trace these weak references
+    """Raise if a step would not train: for an optimizer that was created before this module was imported, before its
+    first step, and with unreduced gradients."""
+    if torch.compiler.is_compiling():  # torch.compile cannot trace these weak references
         return
     if _ACCUMULATING:
-        refuse_accumulated(_held(optimizer), f"{type(optimizer).__name__}.step")
+        refuse_accumulated(_parameters_of(optimizer), f"{type(optimizer).__name__}.step")
     if optimizer in _CHECKED:
         return
     _refuse_unfit(optimizer)
-    if found := next((name for each in _held(optimizer) if (name := sharded_name(each))), None):
+    if found := next((name for each in _parameters_of(optimizer) if (name := sharded_name(each))), None):
         raise PlanError(
-            f"this {type(optimizer).__name__} holds {found} as it was before FullyShardedDataParallel sharded it, and "
+            f"this {type(optimizer).__name__} holds {found} from before FullyShardedDataParallel sharded it, and "
             "would train nothing; import the class from composer_fsdp2.fsdp before making the optimizer, or make it "
             "after wrapping"
         )
@@ -140,15 +139,16 @@ def _check_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
 
 
 def _refuse_unfit(optimizer: torch.optim.Optimizer) -> None:
-    """Raise for norms, products and masks that torch does not compute on DTensors.
+    """Raise for optimizers with norms, products or masks that torch does not compute correctly on DTensors.
 
-    Adafactor scales by ``parameter.norm().item()``, in torch 2.7 the norm of this rank's rows, so that each rank steps
-    by another length, without an error. FSDP1 took it of this rank's part of a flat parameter: no numbers to keep.
+    Adafactor scales by ``parameter.norm().item()``, which in torch 2.7 is the norm of this rank's rows: each rank uses
+    a different step size, without an error. FSDP1 used the norm of this rank's part of a flat parameter, so neither
+    result is correct.
     """
     name = type(optimizer).__name__
-    if name not in ("Adafactor", "LBFGS", "Rprop"):  # of torch, and of transformers
+    if name not in ("Adafactor", "LBFGS", "Rprop"):  # from torch and transformers
         return
-    sharded = [each for each in _held(optimizer) if getattr(each, "_fsdp_flattened", False)]
+    sharded = [each for each in _parameters_of(optimizer) if getattr(each, "_fsdp_flattened", False)]
     if any(name != "LBFGS" or shard_axes(each) for each in sharded):
         raise UnsupportedError(
             f"{name}: torch does not compute its step on DTensors, which sharded parameters are; choose another "

@@ -1,4 +1,4 @@
-"""The plan of one call of FSDP1's constructor: each FSDP instance that it makes is a unit."""
+"""The plan for one call of FSDP1's constructor: each FSDP instance that it creates is a unit."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
@@ -22,7 +22,7 @@ from composer_fsdp2.sharding.select import Selection
 from composer_fsdp2.sharding.ties import parameter_uses
 from composer_fsdp2.sharding.units import UnitDraft, UnitTree
 
-# The fields of a configuration that one unit may have for itself.
+# The configuration fields that a single unit may override.
 _OF_UNITS = [each.name for each in fields(UnitOverrides) if each.name in {f.name for f in fields(ShardingConfig)}]
 
 
@@ -71,7 +71,7 @@ def _overrides(config: ShardingConfig, own: ShardingConfig) -> UnitOverrides:
 def _select(
     root: nn.Module, overrides: Mapping[str, UnitOverrides], sharded: set[nn.Module], ignored: set[nn.Parameter]
 ) -> Selection:
-    """Exactly the instances as units; one without parameters stays, since its methods are those of a unit."""
+    """Exactly the instances as units; one without parameters is a unit, too, because its class has a unit's methods."""
     before = {each for module in sharded for each in module.parameters() if isinstance(each, DTensor)}
     uses = [use for use in parameter_uses(root) if use.parameter not in before]
     if parallelized := [use.name for use in uses if isinstance(use.parameter, DTensor)]:
@@ -88,7 +88,7 @@ def _select(
         owners = tree.owners(use)
         others = [unit.paths[0] or "the outermost instance" for unit in owners if unit is not None]
         if earlier := sharded_name(use.parameter):
-            others = [*others, f"the instance that was made before and holds {earlier}"]
+            others = [*others, f"the instance that was created before and contains {earlier}"]
         if len(others) > 1:
             raise PlanError(
                 f"{' = '.join(use.names)} is shared between {' and '.join(others)}: one FSDP instance only can shard a "
@@ -108,7 +108,7 @@ def _select(
 def initializers_of(
     root: nn.Module, param_init_fns: Mapping[nn.Module, Callable[[nn.Module], object] | None]
 ) -> Callable[[nn.Module, str], Callable[[], object] | None]:
-    """How a module on the meta device gets its values: the innermost instance's ``param_init_fn``, or its own
+    """Initialisation of modules on the meta device: the innermost instance's ``param_init_fn``, or the module's
     ``reset_parameters``."""
     paths = {module: path for path, module in root.named_modules()}
     by_path = {paths[instance]: function for instance, function in param_init_fns.items()}

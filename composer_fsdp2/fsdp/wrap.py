@@ -1,4 +1,4 @@
-"""``torch.distributed.fsdp.wrap``: policies that choose which modules get FSDP instances; torch's own objects."""
+"""``torch.distributed.fsdp.wrap``: torch's own auto wrap policies."""
 
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,

@@ -1,4 +1,4 @@
-"""``FullyShardedDataParallel``: FSDP1's class, trained by ``fully_shard``."""
+"""``FullyShardedDataParallel``: FSDP1's class, implemented with ``fully_shard``."""
 
 import contextlib
 import functools
@@ -35,14 +35,14 @@ from composer_fsdp2._torch.wrappers import (
 from composer_fsdp2.errors import CallError, ConfigError, PlanError, UnsupportedError
 from composer_fsdp2.fsdp.arguments import ignored_states as read_ignored
 from composer_fsdp2.fsdp.arguments import report, translate_arguments, warns_of_absent_ranks
-from composer_fsdp2.fsdp.dcp import open_dcp
+from composer_fsdp2.fsdp.dcp import patch_dcp
 from composer_fsdp2.fsdp.flat import REPLACEMENT, FlatView
-from composer_fsdp2.fsdp.lightning import open_lightning
+from composer_fsdp2.fsdp.lightning import patch_lightning
 from composer_fsdp2.fsdp.optimizers import (
     clear_accumulated,
-    followers,
     mark_replaced,
     note_accumulation,
+    optimizer_rebindings,
     refuse_accumulated,
 )
 from composer_fsdp2.fsdp.planning import initializers_of, plan_instances
@@ -63,35 +63,36 @@ _made_by_policy: ContextVar[list["FullyShardedDataParallel"] | None] = ContextVa
 
 
 class FullyShardedDataParallel(FSDPModule, nn.Module):
-    """``torch.distributed.fsdp.FullyShardedDataParallel`` on FSDP2: the same arguments, methods, names and numbers.
+    """``torch.distributed.fsdp.FullyShardedDataParallel`` on FSDP2, with the same arguments, methods, names and
+    results.
 
-    Each instance is one FSDP2 unit of the parameters below ``module``, without those of nested instances. An optimizer
-    that was made before wrapping follows to the sharded parameters.
+    Each instance is one FSDP2 unit with the parameters below ``module``, without those of nested instances. An
+    optimizer created before wrapping is rebound to the sharded parameters.
 
     Args:
-        module: Wrapped, with all below it. Parameters may be on the meta device.
+        module: The module to wrap. Parameters may be on the meta device.
         process_group: The ranks that shard; a pair (shard, replicate) for the hybrid strategies, whose default is by
             node. All ranks must call the constructor, each with its own group.
         sharding_strategy: Default FULL_SHARD.
         cpu_offload: Parameters, gradients and optimizer state in host memory.
-        auto_wrap_policy: Selects the modules that are wrapped too, in any of torch's forms.
-        backward_prefetch: BACKWARD_POST is carried out as BACKWARD_PRE; None prefetches nothing.
-        mixed_precision: FSDP1's; with ``keep_low_precision_grads`` an error, unless parameters have that dtype.
-        ignored_modules, ignored_states: Neither sharded nor reduced; modules, or parameters.
-        param_init_fn: Called with each module that owns a meta tensor, instead of its ``reset_parameters``; it
-            materialises the module, too (``to_empty``).
-        device_id: Where the module is moved; default the device of its parameters, else the accelerator.
+        auto_wrap_policy: Selects submodules to wrap, in any of torch's forms.
+        backward_prefetch: BACKWARD_POST is carried out as BACKWARD_PRE; None disables prefetching.
+        mixed_precision: FSDP1's; ``keep_low_precision_grads`` is an error, unless parameters have that dtype.
+        ignored_modules, ignored_states: Modules or parameters that are neither sharded nor reduced.
+        param_init_fn: Called with each module that owns a meta tensor, instead of its ``reset_parameters``; it must
+            also materialise the module (``to_empty``).
+        device_id: The device to which the module is moved; default the device of its parameters, else the accelerator.
         sync_module_states: Broadcast parameters and buffers from the first rank of each group.
-        forward_prefetch, limit_all_gathers: As under FSDP1; FSDP2 always limits them.
-        use_orig_params: False trains as True; logged once.
-        device_mesh: Instead of process_group; two axes (replicate, shard) for the hybrid strategies.
+        forward_prefetch, limit_all_gathers: As in FSDP1; FSDP2 always limits all-gathers.
+        use_orig_params: False trains like True; logged once.
+        device_mesh: Instead of process_group; 2-D (replicate, shard) for the hybrid strategies.
     Raises:
-        ConfigError: contradicting or wrong arguments, or no process group. Also a ValueError.
-        UnsupportedError: an argument that cannot be carried out. Also a NotImplementedError.
-        PlanError: the module does not fit, as a parameter that two instances share. Also a ValueError.
+        ConfigError: contradictory or invalid arguments, or no process group. Also a ValueError.
+        UnsupportedError: an unsupported argument. Also a NotImplementedError.
+        PlanError: the module cannot be sharded, for example because two instances share a parameter. Also a ValueError.
 
-    Called on all ranks: it compares the plan and makes process groups, and may broadcast. On an error the module is as
-    it was.
+    Called on all ranks: it compares plans, creates process groups, and may broadcast. On an error, the module is
+    unchanged.
     """
 
     _fsdp_hooks: UnitHooks | None = None  # None until it is sharded
@@ -99,7 +100,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
     _fsdp_in_no_sync = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "FullyShardedDataParallel":
-        return nn.Module.__new__(cls)  # FSDPModule's would make a class behind it
+        return nn.Module.__new__(cls)  # FSDPModule.__new__ would create an instance of cls.__mro__[2]
 
     def __init__(
         self,
@@ -171,7 +172,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module, inside of a checkpointing wrapper too."""
+        """The wrapped module, also inside a checkpointing wrapper."""
         inner: nn.Module = self._fsdp_wrapped_module
         return inner._checkpoint_wrapped_module if isinstance(inner, ActivationWrapper) else inner
 
@@ -236,7 +237,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         return self._fsdp_wrapped_module(*args, **kwargs)
 
     def check_is_root(self) -> bool:
-        """Whether this instance is in no other one."""
+        """Whether no other instance contains this one."""
         return not self._fsdp_is_nested
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
@@ -259,13 +260,15 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         return name.replace(_PREFIX, "") if is_summoned else name
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients so that their norm is at most ``max_norm``; return the norm before, a scalar.
+        """Scale all gradients to a norm of at most ``max_norm``; return the norm before, a scalar.
 
-        It has the dtype of the gradients, as under FSDP1.
+        The result has the dtype of the gradients, as in FSDP1.
 
         Raises:
-            CallError: another instance contains this one, or gradients wait for a backward outside of ``no_sync``.
-        Called on all ranks; one all-reduce of one number.
+            CallError: another instance contains this one, or gradients are unreduced until a backward outside of
+                ``no_sync``.
+
+        Called on all ranks; all-reduces one number.
         """
         self._require_root("clip_grad_norm_")
         refuse_accumulated(self.parameters(), "clip_grad_norm_")
@@ -274,13 +277,14 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         return norm.to(functools.reduce(torch.promote_types, dtypes)) if dtypes else norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, those of backwards under ``no_sync`` too, as ``zero_grad`` of an optimizer does."""
+        """Clear all gradients, including unreduced ones of backwards under ``no_sync``, as an optimizer's ``zero_grad``
+        does."""
         super().zero_grad(set_to_none)
         clear_accumulated(self.parameters())
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within the block, backwards accumulate unsharded gradients; the first one after it reduces them.
+        """In the block, backwards accumulate unsharded gradients; the first backward after it reduces them.
 
         Raises:
             CallError: another instance contains this one.
@@ -296,7 +300,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             self.set_requires_gradient_sync(True)
 
     def register_comm_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: ``fully_shard`` reduces gradients itself."""
+        """Not supported: ``fully_shard`` reduces gradients itself."""
         raise UnsupportedError(
             "register_comm_hook: fully_shard reduces gradients itself; set reduce_dtype in mixed_precision for a "
             "reduction in low precision, and change reduced gradients in a hook of the optimizer's step"
@@ -307,7 +311,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         """``composer_fsdp2.summon_full_params``, with FSDP1's arguments."""
         return summon_full_params(module, *args, **kwargs)
 
-    # The other static methods, those of state dicts: see fsdp1/state_dicts.py.
+    # The static methods for state dicts; see fsdp1/state_dicts.py.
     fsdp_modules = staticmethod(STATIC_METHODS["fsdp_modules"][0])
     set_state_dict_type = staticmethod(STATIC_METHODS["set_state_dict_type"][0])
     get_state_dict_type = staticmethod(STATIC_METHODS["get_state_dict_type"][0])
@@ -326,10 +330,10 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             raise CallError(f"{method} of an FSDP instance inside another one (FSDP1 refused it too); call the root's")
 
 
-# Others of FSDP1's flat parameters than ``flat.py`` stands in for.
+# FSDP1's attributes for flat parameters, other than those in ``flat.py``.
 _FLAT = ("_handles", "_all_handles", "_fully_sharded_module_to_handle", "params")
 
-# FSDP1's own methods call these by the name of its class, which ``install_fsdp`` binds to ours.
+# FSDP1's methods look up these static methods by the class's name, which ``install_fsdp`` rebinds.
 for _name, _value in vars(FSDP1Wrapper).items():
     if isinstance(_value, staticmethod) and _name.startswith("_"):
         setattr(FullyShardedDataParallel, _name, _value)
@@ -365,7 +369,7 @@ def _wrap_by_policy(
 
 
 def _unwrap(module: nn.Module, made: Collection[nn.Module]) -> None:
-    """Register the wrapped modules again instead of instances that are not sharded."""
+    """Restore the wrapped modules in place of instances that are not sharded."""
     for parent in list(module.modules()):
         for name, child in parent.named_children():
             if child in made:
@@ -388,13 +392,13 @@ def _plan(made: list[FullyShardedDataParallel]) -> ShardingPlan:
 
 
 def _shard(made: list[FullyShardedDataParallel], plan: ShardingPlan, mesh: DeviceMesh | None) -> None:
-    """Apply the plan; then the optimizers follow. Called on all ranks, with plans that they compared."""
+    """Apply the plan; then rebind optimizers. Called on all ranks, after they compared their plans."""
     root = made[0]
-    follow = followers(root)
+    follow = optimizer_rebindings(root)
     names = [spec.name for unit in plan.units for spec in unit.parameters]
     replaced = [(name, parameter_at(root, name)) for name in names]
-    open_dcp(FullyShardedDataParallel)
-    open_lightning(FullyShardedDataParallel)
+    patch_dcp(FullyShardedDataParallel)
+    patch_lightning(FullyShardedDataParallel)
     write_assigned_data()
     for cls in {type(each) for each in made}:
         register_unit_class(cls)
@@ -438,7 +442,7 @@ def _confirm(root: FullyShardedDataParallel, plan: ShardingPlan) -> None:
 
 
 def _remove_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Give a state dict the names of the unwrapped module. A hook after ``state_dict``."""
+    """A hook after ``state_dict``: use the names of the unwrapped module."""
     inner = prefix + _PREFIX
     for key in [key for key in state_dict if key.startswith(inner)]:
         state_dict[prefix + key.removeprefix(inner)] = state_dict.pop(key)
@@ -451,6 +455,6 @@ def _add_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *unu
 
 
 def _clean_keys(module: nn.Module, incompatible_keys: Iterable[list[str]]) -> None:
-    """The keys that ``load_state_dict`` returns, or names in its error: without the parts of wrappers."""
+    """Remove prefixes of wrappers from the keys that ``load_state_dict`` returns, or reports in its error."""
     for keys in incompatible_keys:
         keys[:] = map(without_wrappers, keys)

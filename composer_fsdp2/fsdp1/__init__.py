@@ -1,1 +1,1 @@
-"""What FSDP1's words meant: the table of keys, and the translation of a configuration."""
+"""FSDP1's configuration: the table of keys, and their translation to FSDP2."""

@@ -1,4 +1,4 @@
-"""Names that scripts use on modules wrapped by FSDP1, on the modules that ``fully_shard`` leaves where they are."""
+"""FSDP1's attributes and methods on modules sharded by ``fully_shard``, for scripts written for FSDP1."""
 
 import contextlib
 import dis
@@ -29,23 +29,24 @@ log = logging.getLogger(__name__)
 
 _MISSING = object()
 
-# By class: the names that the modules of some instance have for themselves (a child called `module`).
-_TAKEN: WeakKeyDictionary[type, set[str]] = WeakKeyDictionary()
+# By class: names that some module of the class defines itself, such as a child named `module`.
+_NAMES_IN_USE: WeakKeyDictionary[type, set[str]] = WeakKeyDictionary()
 _ROOTS: WeakSet[nn.Module] = WeakSet()
 
 
-def open_fsdp1_attributes(model: nn.Module) -> None:
-    """Let scripts written for FSDP1 use attributes and methods of its class on units; ``_TABLE`` lists them.
+def add_fsdp1_attributes(model: nn.Module) -> None:
+    """Add FSDP1's attributes and methods (``_TABLE``) to the units of ``model``.
 
-    Each logs once what replaces it. A name that the user's class, or a module of it, has for itself is left alone.
+    The first use of each logs its replacement. A name that the user's class or one of its modules defines is not
+    replaced.
 
-    [Note: written out] ``unit.module`` is the unit, so whoever unwraps for as long as there is a ``module`` would never
-    end (transformers' ``unwrap_model``, accelerate's with ``recursive=True``, and many scripts). All of them ask first,
-    with ``hasattr`` or ``getattr``, and are told that there is none: ``module`` and ``_fsdp_wrapped_module`` are there
-    only where the name is written out as an attribute.
+    [Note: attribute access] ``unit.module`` returns the unit itself, so a loop that unwraps while a module has
+    ``module`` would not terminate (transformers' ``unwrap_model``, accelerate's with ``recursive=True``, and many
+    scripts). All of them check with ``hasattr`` or ``getattr`` first. ``module`` and ``_fsdp_wrapped_module`` are
+    therefore found only by attribute syntax (``unit.module``), not by these functions.
 
-    The names are entries of the class that ``fully_shard`` made, not of the modules: they are no child and no state,
-    and are not copied. Called by ``prepare_fully_shard`` on each rank; does not communicate.
+    The attributes are added to the class that ``fully_shard`` creates, not to the modules: they are not children, are
+    not in state dicts, and are not copied. Called by ``prepare_fully_shard`` on all ranks; does not communicate.
     """
     _ROOTS.update(root for _, root in sharded_roots(model))
     for unit in model.modules():
@@ -53,79 +54,79 @@ def open_fsdp1_attributes(model: nn.Module) -> None:
             continue
         cls = type(unit)
         _refuse_saving_shards(cls)
-        taken = _TAKEN.setdefault(cls, set())
+        in_use = _NAMES_IN_USE.setdefault(cls, set())
         for name, attribute in _ATTRIBUTES.items():
             is_ours = vars(cls).get(name) is attribute
             if (not is_ours and inspect.getattr_static(cls, name, _MISSING) is not _MISSING) or _has(unit, name):
-                taken.add(name)
-                if is_ours:  # torch.compile would meet it in the forward of this one
+                in_use.add(name)
+                if is_ours:  # torch.compile would trace it in the forward of this unit
                     delattr(cls, name)
-            elif name not in taken:
+            elif name not in in_use:
                 setattr(cls, name, attribute)
 
 
 def _has(module: nn.Module, name: str) -> bool:
-    return any(name in held for held in (vars(module), module._modules, module._parameters, module._buffers))
+    return any(name in names for names in (vars(module), module._modules, module._parameters, module._buffers))
 
 
 @functools.cache
-def say_what_replaces(name: str, instead: str) -> None:
-    """Say once in this process what a script would write now."""
+def log_replacement(name: str, instead: str) -> None:
+    """Log the replacement of an FSDP1 name, once per process."""
     log.warning("%s is FSDP1's: %s", name, instead)
 
 
 class _FSDP1Attribute:
-    """An entry of a class that is found only where a module has nothing else under the name."""
+    """A class attribute that is used only if the module does not define the name itself."""
 
-    def __init__(self, name: str, value: Callable[[nn.Module], Any], instead: str, written_out: bool) -> None:
-        self.name, self.value, self.instead, self.written_out = name, value, instead, written_out
+    def __init__(self, name: str, value: Callable[[nn.Module], Any], instead: str, only_attribute_access: bool) -> None:
+        self.name, self.value, self.instead, self.only_attribute_access = name, value, instead, only_attribute_access
 
     def __get__(self, module: nn.Module | None, owner: type) -> Any:
         if module is None:
             raise AttributeError(f"type object {owner.__name__!r} has no attribute {self.name!r}")
         try:
-            # A child, a parameter or a buffer, and what the user's class or a checkpointing wrapper hands on.
+            # A child, parameter or buffer, or an attribute forwarded by the user's class or a checkpointing wrapper.
             return module.__getattr__(self.name)
         except AttributeError:
-            if self.written_out:
-                if not _is_written_out(sys._getframe(1)):
+            if self.only_attribute_access:
+                if not _is_attribute_access(sys._getframe(1)):
                     raise
                 _refuse_endless(sys._getframe(1), self.name)
-        say_what_replaces(f"module.{self.name}", self.instead)
+        log_replacement(f"module.{self.name}", self.instead)
         return self.value(module)
 
 
-def _is_written_out(caller: FrameType) -> bool:
-    """Whether the caller's source says ``x.name``, rather than ``hasattr(x, "name")``; see [Note: written out]."""
+def _is_attribute_access(caller: FrameType) -> bool:
+    """Whether the caller's source reads ``x.name``, not ``hasattr(x, "name")``; see [Note: attribute access]."""
     return dis.opname[caller.f_code.co_code[caller.f_lasti]] in ("LOAD_ATTR", "LOAD_METHOD")
 
 
-# Where a name was read last, as (frame, instruction), how often in a row, and since when.
+# The last place that read a name, as (frame, instruction), the number of consecutive reads, and the time of the first.
 _last_read: tuple[tuple[int, int], int, float] = ((0, 0), 0, 0.0)
 _ENDLESS_READS, _ENDLESS_S = 100_000, 10.0
 
 
 def _refuse_endless(caller: FrameType, name: str) -> None:
-    """Raise in ``while isinstance(m, FullyShardedDataParallel): m = m.module``, which would never end."""
+    """Raise in a loop ``while isinstance(m, FullyShardedDataParallel): m = m.module``, which would not terminate."""
     global _last_read
     place = (id(caller), caller.f_lasti)
     before, count, since = _last_read
     _last_read = (place, count + 1, since) if place == before else (place, 1, time.monotonic())
     if _last_read[1] % _ENDLESS_READS == 0 and time.monotonic() - _last_read[2] < _ENDLESS_S:
         raise CallError(
-            f"a loop reads {name} of a module over and over: fully_shard wraps nothing, so that the module is its own "
-            f"{name}; write `if` for `while`, or leave the loop out"
+            f"a loop reads {name} of a module repeatedly: fully_shard does not wrap modules, so the module is its own "
+            f"{name}; replace `while` by `if`, or remove the loop"
         )
 
 
 def _wrapped(unit: nn.Module) -> nn.Module:
-    """As FSDP1's ``module``, which looks into a checkpointing wrapper too (``_fsdp_wrapped_module`` does not)."""
+    """Like FSDP1's ``module``, which also unwraps a checkpointing wrapper (``_fsdp_wrapped_module`` does not)."""
     inside: nn.Module = unit._checkpoint_wrapped_module if isinstance(unit, ActivationWrapper) else unit
     return inside
 
 
 def _summon(unit: nn.Module) -> Callable[..., AbstractContextManager[None]]:
-    # A static method there: `unit.summon_full_params(unit)`. Without a module it is the unit's.
+    # A static method in FSDP1: `unit.summon_full_params(unit)`. Without an argument, it applies to the unit.
     def summon(module: nn.Module | None = None, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
         return summon_full_params(unit if module is None else module, *args, **kwargs)
 
@@ -166,7 +167,7 @@ def _require_root(unit: nn.Module, name: str) -> nn.Module:
 
 
 def _refuse_saving_shards(cls: type) -> None:
-    """Have ``save_pretrained`` of a sharded class refuse shards, of which Hugging Face would write this rank's."""
+    """Make ``save_pretrained`` of a sharded class reject shards: Hugging Face would save only this rank's."""
     original: Any = getattr(cls, "save_pretrained", None)
     if not callable(original) or hasattr(original, "refuses_shards"):
         return
@@ -198,8 +199,8 @@ def _refuse_comm_hook(unit: nn.Module) -> Callable[..., None]:
     return register
 
 
-_IS_THE_MODULE = "fully_shard wraps nothing, so the module itself is what you hold"
-# By name: the value for a unit, what replaces it, and whether only `unit.name` finds it (see [Note: written out]).
+_IS_THE_MODULE = "fully_shard does not wrap modules, so this is the module itself"
+# Name -> the value for a unit, its replacement, and whether it requires attribute syntax ([Note: attribute access]).
 _TABLE: dict[str, tuple[Callable[[nn.Module], Any], str, bool]] = {
     "module": (_wrapped, _IS_THE_MODULE, True),
     "_fsdp_wrapped_module": (

@@ -1,4 +1,4 @@
-"""The direct children of a model, which Composer's FSDP1 wrapped, and the hooks that they have."""
+"""A model's direct children, which Composer's FSDP1 wraps, and their hooks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ from torch import nn
 
 
 def is_metric(module: nn.Module) -> bool:
-    """Whether this is a torchmetrics Metric or MetricCollection, which FSDP1 never wrapped."""
+    """Whether the module is a torchmetrics Metric or MetricCollection, which FSDP1 never wraps."""
     return any(
         cls.__name__ in ("Metric", "MetricCollection") and cls.__module__.split(".")[0] == "torchmetrics"
         for cls in type(module).__mro__
@@ -15,7 +15,7 @@ def is_metric(module: nn.Module) -> bool:
 
 
 def wrapped_children(model: nn.Module) -> dict[str, nn.Module]:
-    """The direct children that FSDP1 wrapped, by name: no metrics, none with ``_fsdp_wrap = False``."""
+    """The direct children that FSDP1 wraps: without metrics and children with ``_fsdp_wrap = False``."""
     return {
         name: child
         for name, child in model.named_children()
@@ -24,6 +24,6 @@ def wrapped_children(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def hook_of(owner: nn.Module, name: str) -> Callable[..., Any] | None:
-    """A hook method of ``owner`` such as ``fsdp_wrap_fn``, or None; FSDP1 ignored what cannot be called."""
+    """A hook of ``owner`` such as ``fsdp_wrap_fn``, or None; like FSDP1, ignores attributes that are not callable."""
     hook = getattr(owner, name, None)
     return hook if callable(hook) else None

@@ -1,9 +1,10 @@
-"""Experts among the modules that a policy makes units of.
+"""Reject or handle policies that make single experts FSDP units.
 
-[Note: experts] A rank none of whose tokens choose an expert passes over it, unless the model runs every expert on every
-rank. As a unit of its own the expert is then gathered by some ranks only, together with another expert of equal size
-on the others: no error, and wrong gradients. Inside the unit around it, it is gathered by all; and so it is with
-``idle_experts``, under which every rank runs it ([Note: idle experts] in ``parallel/idle_experts.py``).
+[Note: experts] A rank skips an expert that none of its tokens chose, unless the model runs every expert on every rank.
+If the expert is an FSDP unit, only some ranks all-gather it, while the others all-gather another expert of equal size.
+The gradients are then wrong, without an error. If the expert belongs to the unit of its layer, all ranks all-gather it.
+``idle_experts`` also prevents the error: every rank runs every expert ([Note: idle experts] in
+``parallel/idle_experts.py``).
 """
 
 import re
@@ -18,73 +19,73 @@ from composer_fsdp2.errors import UnsupportedError
 from composer_fsdp2.sharding.modules import ancestors_or_self, has_forward
 
 _RUNS_EVERY_EXPERT = "runs_every_expert"
-# Their members are called one by one, by whoever holds them.
+# Containers whose parent calls their children one by one.
 _LISTS = (nn.ModuleList, nn.ModuleDict)
-_NUMBERED = re.compile(r".*experts?_?\d+")  # expert_0, of Switch Transformers
+_NUMBERED = re.compile(r".*experts?_?\d+")  # expert_0 in Switch Transformers
 _WRONG = "gather another one instead and train on wrong gradients, without an error"
 
 
 def refuse_experts(modules: Mapping[str, nn.Module], wrap: Wrap, units: Iterable[str]) -> None:
-    """Raise for units that are experts ([Note: experts]), unless a module around them says that all of them run.
+    """Reject units that are experts ([Note: experts]), unless a parent module sets ``runs_every_expert``.
 
     Args:
-        modules: Those of the model, by every path.
-        units: The paths of what the policy chose.
+        modules: All modules of the model, by every path.
+        units: Paths of the units chosen by the policy.
     Raises:
-        UnsupportedError: names the first of them, and the ways out.
+        UnsupportedError: names the first of them, and alternatives.
     """
     skipped = [path for path in units if _is_expert(path, modules, wrap) and not _all_run(path, modules)]
     if skipped:
         kind = type(modules[skipped[0]]).__name__
         raise UnsupportedError(
-            f"wrap_policy makes experts units of their own: {and_more(skipped)} ({kind}); a rank whose tokens choose "
-            f"none of an expert would {_WRONG}. Set idle_experts: in_order, with which every rank runs each expert, on "
+            f"wrap_policy makes experts separate units: {and_more(skipped)} ({kind}); a rank without tokens for an "
+            f"expert would {_WRONG}. Set idle_experts: in_order, with which every rank runs each expert, on "
             "no rows where it has no token; or leave them in the unit of their layer, which is exact too: no "
             "moe_experts, the layers' classes, or a larger min_num_params. Where the model runs every expert on every "
-            f"rank, set {_RUNS_EVERY_EXPERT} = True on the module that holds them",
+            f"rank, set {_RUNS_EVERY_EXPERT} = True on the module that contains them",
             keys=("wrap_policy",),
         )
 
 
-def notes_of_siblings(modules: Mapping[str, nn.Module], units: Iterable[str]) -> Iterator[str]:
-    """Units that may be experts by another name: several modules of one class in a list, which lies in a layer."""
+def notes_on_siblings(modules: Mapping[str, nn.Module], units: Iterable[str]) -> Iterator[str]:
+    """Warn of units that may be experts under another name: several modules of one class in a list inside a layer."""
     found = [path for path in units if _is_one_of_several(path, modules) and not _all_run(path, modules)]
     if found:
         yield (
             f"wrap_policy makes units of {and_more(found)} ({type(modules[found[0]]).__name__}), one of several of a "
             "class in a list inside a layer: a rank that passes over one, as over an expert without tokens, would "
             f"{_WRONG}. Unless every rank runs all of them, set idle_experts: in_order, or choose the layers' classes, "
-            f"or a larger min_num_params; if it does, {_RUNS_EVERY_EXPERT} = True on the module that holds them ends "
-            "this note"
+            f"or a larger min_num_params; if it does, {_RUNS_EVERY_EXPERT} = True on the module that contains them "
+            "silences this note"
         )
 
 
 def notes_of_hooks(modules: Mapping[str, nn.Module], units: Iterable[str]) -> Iterator[str]:
-    """Experts that the model's own hooks make units of: its author may know that all of them run."""
+    """Warn of experts that the model's own hooks make units; the author may know that all of them run."""
     found = [path for path in units if _is_expert(path, modules, Wrap()) and not _all_run(path, modules)]
     if found:
         yield (
-            f"the model's hooks make experts units of their own: {and_more(found)} "
+            f"the model's hooks make experts separate units: {and_more(found)} "
             f"({type(modules[found[0]]).__name__}); a rank that passes over an expert without tokens would {_WRONG}. "
             "Unless every rank runs all of them, set idle_experts: in_order; if it does, "
-            f"{_RUNS_EVERY_EXPERT} = True on the module that holds them ends this note"
+            f"{_RUNS_EVERY_EXPERT} = True on the module that contains them silences this note"
         )
 
 
-def called_experts(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that a model calls experts, by their own or their list's name."""
+def experts_by_name(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules whose name, or whose list's name, contains "expert"."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    yield from (module for path, module in modules.items() if path and _is_called_expert(path, modules))
+    yield from (module for path, module in modules.items() if path and _has_expert_name(path, modules))
 
 
 def expert_blocks(modules: Mapping[str, nn.Module], wrap: Wrap, units: Iterable[str]) -> tuple[ExpertBlock, ...]:
-    """The modules that call experts of which some are units, or hold some.
+    """The modules that call experts, if some of these experts are units or contain units.
 
     Args:
-        modules: Those of the model, by every path.
-        units: The paths of what is chosen, by whomever.
+        modules: All modules of the model, by every path.
+        units: Paths of all units, chosen by hooks or by a policy.
     """
-    found = {expert for path in units for expert in _experts_around(path, modules, wrap)}
+    found = {expert for path in units for expert in _enclosing_experts(path, modules, wrap)}
     blocks: dict[str, list[str]] = {}
     for path in modules:
         if path in found:
@@ -92,43 +93,45 @@ def expert_blocks(modules: Mapping[str, nn.Module], wrap: Wrap, units: Iterable[
     return tuple(ExpertBlock(block=block, experts=tuple(experts)) for block, experts in blocks.items())
 
 
-def _experts_around(path: str, modules: Mapping[str, nn.Module], wrap: Wrap) -> Iterator[str]:
-    """The expert that a unit is, or is a part of; several, where an expert is made of experts."""
+def _enclosing_experts(path: str, modules: Mapping[str, nn.Module], wrap: Wrap) -> Iterator[str]:
+    """The expert that contains a unit, or is one; several for nested experts."""
     above = [each for each in ancestors_or_self(path)[-2::-1] if not _all_run(each, modules)]
     experts = [each for each in above if _is_named_expert(each, modules, wrap)]
     yield from experts[:1] or [each for each in above if _is_sibling(each, modules)][:1]
-    yield from (each for each in experts[1:] if _is_called_expert(each, modules))
+    yield from (each for each in experts[1:] if _has_expert_name(each, modules))
 
 
 def _caller(expert: str, modules: Mapping[str, nn.Module]) -> str:
-    """The path of the module that calls an expert: the nearest around it that can be called, and is no list."""
+    """The path of the module that calls an expert: its nearest parent with a forward, except an ``nn.Sequential``."""
     above = ancestors_or_self(expert)[1:]
     callers = (each for each in above if has_forward(modules[each]) and not isinstance(modules[each], nn.Sequential))
     return next(callers, "")
 
 
 def _is_expert(path: str, modules: Mapping[str, nn.Module], wrap: Wrap) -> bool:
-    """Whether a module is an expert or a part of one: of a class that is named so, or by its own or its list's name."""
+    """Whether a module is an expert or part of one, by its class, its name or its list's name."""
     return any(_is_named_expert(each, modules, wrap) for each in ancestors_or_self(path)[:-1])
 
 
 def _is_named_expert(path: str, modules: Mapping[str, nn.Module], wrap: Wrap) -> bool:
-    is_shared = "shared" in path.rpartition(".")[2].casefold()  # runs on every rank, before the others or after them
-    return (type(modules[path]).__name__ in wrap.experts and not is_shared) or _is_called_expert(path, modules)
+    is_shared = "shared" in path.rpartition(".")[2].casefold()  # runs on every rank, before or after the routed experts
+    return (type(modules[path]).__name__ in wrap.experts and not is_shared) or _has_expert_name(path, modules)
 
 
-def _is_called_expert(path: str, modules: Mapping[str, nn.Module]) -> bool:
-    """``expert_0`` anywhere; members of ``experts``, of a list in there, and of any list that is called like it. Shared
-    experts all run, and so does a module that holds all experts in one weight."""
-    *_, around, holder, name = ("", "", *path.casefold().split("."))
+def _has_expert_name(path: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Match ``expert_0`` anywhere, and members of ``experts``, of a list in it, or of a list with such a name.
+
+    Shared experts do not match, because all ranks run them; nor does a module with all experts in one weight.
+    """
+    *_, list_name, holder, name = ("", "", *path.casefold().split("."))
     if _NUMBERED.fullmatch(name):
         return "shared" not in name
-    is_member = name.isdecimal() or _is_in_list(path, modules)  # of nn.Sequential, too
-    return is_member and any("expert" in each and "shared" not in each for each in (holder, _plural(around)))
+    is_member = name.isdecimal() or _is_in_list(path, modules)  # also in nn.Sequential
+    return is_member and any("expert" in each and "shared" not in each for each in (holder, _plural(list_name)))
 
 
 def _plural(name: str) -> str:
-    """A name that is the holder's of many: ``expert_model.layers`` has layers."""
+    """Return the name if it is plural: ``expert_model.layers`` contains layers, not experts."""
     return name if name.endswith("experts") else ""
 
 
@@ -138,8 +141,10 @@ def _is_in_list(path: str, modules: Mapping[str, nn.Module]) -> bool:
 
 
 def _is_one_of_several(path: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether the module, or one that it lies in, has siblings of its class in a list that lies in a layer. Layers of a
-    model, in a list of their own, all run."""
+    """Whether the module or a parent has siblings of its class in a list inside a layer.
+
+    The list of a model's layers does not count: all of them run.
+    """
     return any(_is_sibling(each, modules) for each in ancestors_or_self(path)[:-1])
 
 
@@ -149,7 +154,8 @@ def _is_sibling(path: str, modules: Mapping[str, nn.Module]) -> bool:
 
 
 def _is_layer(path: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether a module is one of a row. The parts of a whole model, too, may be in an ``nn.ModuleDict``: by names."""
+    """Whether a module is one of several in a list. In an ``nn.ModuleDict``, which may contain the parts of a whole
+    model, its name must end with a digit."""
     holder, name = modules[path.rpartition(".")[0]], path.rpartition(".")[2]
     if isinstance(holder, nn.ModuleDict):
         return _is_in_list(path, modules) and name[-1:].isdecimal() and _has_siblings(path, modules)

@@ -1,9 +1,9 @@
-"""A model's own hooks, called once: which modules are to be units, and how one gets its values.
+"""Read a model's FSDP hooks once: which modules are units, and how modules are initialised.
 
-[Note: roots] Composer wrapped every direct child of the model, never the model itself, so that methods of the
-ComposerModel may call into its children freely (composer/distributed/dist_strategy.py, 0.32.1). A direct child is
-therefore a root of its own; the model becomes the root only when its children share something ([Note: tied parameters]
-and [Note: one root] in ``sharding/units.py``).
+[Note: roots] Composer wraps each direct child of a model, never the model itself, so methods of a ComposerModel can
+call its children directly (composer/distributed/dist_strategy.py, 0.32.1). Each direct child is therefore a root unit.
+The model is the root only if its children share parameters ([Note: tied parameters] and [Note: one root] in
+``sharding/units.py``).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -19,34 +19,33 @@ from composer_fsdp2.config.sharding import ShardingConfig
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.config.wrap import WrapKind
 from composer_fsdp2.errors import ConfigError, PlanError
+from composer_fsdp2.fsdp1.checkpointed import choose_checkpointed
 from composer_fsdp2.fsdp1.children import hook_of, is_metric, wrapped_children
-from composer_fsdp2.fsdp1.experts import expert_blocks, notes_of_hooks, notes_of_siblings, refuse_experts
+from composer_fsdp2.fsdp1.experts import expert_blocks, notes_of_hooks, notes_on_siblings, refuse_experts
+from composer_fsdp2.fsdp1.modality_towers import notes_on_towers, notes_on_trained_towers, tower_models
 from composer_fsdp2.fsdp1.module_settings import read_overrides
 from composer_fsdp2.fsdp1.policies import Policy, read_policy
-from composer_fsdp2.fsdp1.recomputed import choose_recomputed
-from composer_fsdp2.fsdp1.towers import notes_of_towers, notes_of_trained_towers, tower_models
 from composer_fsdp2.sharding.frozen import choose_frozen
 from composer_fsdp2.sharding.materialize import Initializers
 from composer_fsdp2.sharding.modules import has_forward, ignored_modules
 from composer_fsdp2.sharding.ties import join
 
-_Choose = Callable[[str, nn.Module], Choice | None]  # what is said of the module at a path
+_Choose = Callable[[str, nn.Module], Choice | None]  # (path, module) -> its choice
 
 
 def read_hooks(model: nn.Module, config: ShardingConfig, *, precision: str | None = None) -> ModelChoices:
-    """What ``model``'s hooks and attributes, or a policy, choose; reads them as Composer's FSDP1 did, changes nothing.
+    """Read the units chosen by ``model``'s hooks and attributes, or by a policy, as Composer's FSDP1 does.
 
     Args:
-        model: Any module tree. The ``fsdp_wrap_fn`` and ``activation_checkpointing_fn`` of its direct children are
-            called with the modules below them, in which ``_fsdp_wrap`` and ``_activation_checkpointing`` take
-            precedence.
-        config: The model's, whose ``wrap`` may be asked instead of ``fsdp_wrap_fn``; what a module's own settings do
-            not name stays.
-        precision: Composer's, for settings that say DEFAULT or PURE.
+        model: Any module tree; it is not modified. ``fsdp_wrap_fn`` and ``activation_checkpointing_fn`` of its direct
+            children are called with the modules below them. ``_fsdp_wrap`` and ``_activation_checkpointing`` of these
+            modules take precedence.
+        config: The model's configuration. Its ``wrap`` may replace ``fsdp_wrap_fn``. Settings of a module override it.
+        precision: Composer's precision, for settings with DEFAULT or PURE.
     Raises:
-        PlanError: a hook raised, or returned something else than a bool or a dict; names the module. The policy names
-            a class that the model has not, or ``idle_towers`` a module.
-        UnsupportedError: the policy makes an expert a unit, which is not run by all ranks.
+        PlanError: a hook raised, or did not return a bool or a dict; names the module. Or the model has no class that
+            the policy names, or no module that ``idle_towers`` names.
+        UnsupportedError: the policy makes an expert a unit, although not all ranks run it.
 
     Does not communicate.
     """
@@ -57,12 +56,12 @@ def read_hooks(model: nn.Module, config: ShardingConfig, *, precision: str | Non
     chosen, notes = _choose_units(model, modules, config, roots, searched, precision)
     blocks = () if config.idle_experts is None else expert_blocks(modules, config.wrap, chosen)
     units, frozen = {*chosen, *roots}, {*choose_frozen(model, config.freeze, config.train_only).names}
-    of_towers: tuple[TowerModel, ...] = ()
+    towers: tuple[TowerModel, ...] = ()
     if config.idle_towers is None:
-        notes = (*notes, *notes_of_trained_towers(modules, units, frozen))
+        notes = (*notes, *notes_on_trained_towers(modules, units, frozen))
     else:
-        of_towers = tower_models(modules, units, config.idle_towers, frozen)
-    checkpointed, more_notes = choose_recomputed(model, modules, config, roots)
+        towers = tower_models(modules, units, config.idle_towers, frozen)
+    checkpointed, more_notes = choose_checkpointed(model, modules, config, roots)
     return ModelChoices(
         roots=tuple(roots),
         excluded={name: _why_excluded(child) for name, child in others.items()},
@@ -70,8 +69,8 @@ def read_hooks(model: nn.Module, config: ShardingConfig, *, precision: str | Non
         chosen=chosen,
         checkpointed=checkpointed,
         expert_blocks=blocks,
-        tower_models=of_towers,
-        notes=(*notes, *_notes_of_idle(config, blocks, of_towers), *more_notes),
+        tower_models=towers,
+        notes=(*notes, *_notes_on_unused_keys(config, blocks, towers), *more_notes),
     )
 
 
@@ -91,7 +90,7 @@ def _choose_units(
     searched: Collection[str],
     precision: str | None,
 ) -> tuple[dict[str, Choice], tuple[str, ...]]:
-    """The modules below direct children that are to be units, by path, and what the report says of a policy."""
+    """The modules below direct children that are units, by path, and notes on the policy."""
     ignored = {below for module in ignored_modules(modules, config).values() for below in module.modules()}
     policy = None if config.wrap.kind is WrapKind.HOOKS else read_policy(model, config.wrap, ignored)
     reader = _Reader(
@@ -104,54 +103,53 @@ def _choose_units(
             reader.read_below_unwrapped(name, child, child)
     if policy is None:
         return reader.choices, tuple(notes_of_hooks(modules, reader.choices)) if config.idle_experts is None else ()
-    units = [path for path in reader.meant if path in reader.choices]
-    notes = [*policy.in_vain(reader.meant.values()), *_notes_of_hooks(model, modules, reader.against_policy)]
+    units = [path for path in reader.policy_choices if path in reader.choices]
+    notes = [*policy.unmatched(reader.policy_choices.values()), *_notes_of_hooks(model, modules, reader.contradicting)]
     if config.idle_experts is None:
         refuse_experts(modules, config.wrap, units)
-        notes += notes_of_siblings(modules, units)
+        notes += notes_on_siblings(modules, units)
     if config.idle_towers is None:
-        notes += notes_of_towers(modules, config.wrap, units)
+        notes += notes_on_towers(modules, config.wrap, units)
     return reader.choices, tuple(notes)
 
 
-def _notes_of_idle(
-    config: ShardingConfig, blocks: Sequence[ExpertBlock], of_towers: Sequence[TowerModel]
+def _notes_on_unused_keys(
+    config: ShardingConfig, blocks: Sequence[ExpertBlock], towers: Sequence[TowerModel]
 ) -> Iterator[str]:
     if config.idle_experts is not None and not blocks:
         yield (
-            "idle_experts is given, and no expert is a unit of its own, so it does nothing: every rank gathers a "
-            "layer's experts with the layer"
+            "idle_experts has no effect, because no expert is a separate unit: every rank gathers a layer's experts "
+            "with the layer"
         )
-    if config.idle_towers is not None and not of_towers:
+    if config.idle_towers is not None and not towers:
         yield (
-            "idle_towers is given, and no unit lies in a part that a batch may not enter, so it does nothing: every "
-            "rank gathers such a part with the unit around it"
+            "idle_towers has no effect, because no tower contains a unit: every rank gathers a tower with the unit "
+            "around it"
         )
 
 
-def _notes_of_hooks(model: nn.Module, modules: Mapping[str, nn.Module], against: Sequence[str]) -> Iterator[str]:
-    """What the model's own words are to a policy: not asked, or ahead of it."""
-    against = [path for path in against if next(modules[path].parameters(), None) is not None]
-    unasked = [name for name, child in model.named_children() if hook_of(child, "fsdp_wrap_fn") is not None]
-    if unasked:
-        yield f"wrap_policy is given, so the fsdp_wrap_fn of {and_more(unasked)} is not asked"
-    if against:
-        yield f"_fsdp_wrap on {and_more(against)} takes precedence over wrap_policy"
+def _notes_of_hooks(model: nn.Module, modules: Mapping[str, nn.Module], contradicting: Sequence[str]) -> Iterator[str]:
+    """Note which hooks the policy replaces, and which attributes take precedence over it."""
+    contradicting = [path for path in contradicting if next(modules[path].parameters(), None) is not None]
+    ignored_fns = [name for name, child in model.named_children() if hook_of(child, "fsdp_wrap_fn") is not None]
+    if ignored_fns:
+        yield f"wrap_policy is set, so the fsdp_wrap_fn of {and_more(ignored_fns)} is not called"
+    if contradicting:
+        yield f"_fsdp_wrap on {and_more(contradicting)} takes precedence over wrap_policy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reader:
-    """Asks the hooks of direct children about the modules that may become units, and about no others: a function may
-    fail for those.
+    """Calls the hooks of direct children with modules that may be units, and no others: a hook may raise for those.
 
     Args:
-        read: From a module's own settings and its path to what they change.
-        ignored: Modules that are passed over.
-        policy: Asked instead of the functions, if there is one.
-        units: Those that are units by now, roots among them; another child's function is not asked about them.
+        read: (settings of a module, its path) -> overrides.
+        ignored: Modules to skip.
+        policy: Replaces the hooks if it is not None.
+        units: Units found so far, including roots; hooks of other children are not called with them.
         choices: By path.
-        meant: What the policy chose, by path, whatever an attribute says.
-        against_policy: The paths of those whose attribute says otherwise than the policy.
+        policy_choices: Modules that the policy chose, by path, regardless of attributes.
+        contradicting: Paths of modules whose attribute contradicts the policy.
     """
 
     read: Callable[[Mapping[str, Any], str], UnitOverrides]
@@ -159,11 +157,11 @@ class _Reader:
     policy: Policy | None = None
     units: set[nn.Module] = field(default_factory=set)
     choices: dict[str, Choice] = field(default_factory=dict)
-    meant: dict[str, nn.Module] = field(default_factory=dict)
-    against_policy: list[str] = field(default_factory=list)
+    policy_choices: dict[str, nn.Module] = field(default_factory=dict)
+    contradicting: list[str] = field(default_factory=list)
 
     def read_below_root(self, path: str, root: nn.Module, child: nn.Module) -> None:
-        """Read the modules below a root; of a container the members are roots."""
+        """Read the modules below a root; if it is a container, its members are roots."""
         if root in self.units or root in self.ignored:
             return
         if not has_forward(root):
@@ -179,7 +177,7 @@ class _Reader:
                 self.units.add(inner)
 
     def read_below_unwrapped(self, path: str, module: nn.Module, child: nn.Module) -> None:
-        """Read the modules below one that is no unit: the outermost chosen ones are roots."""
+        """Read the modules below a module that is not a unit: the outermost chosen ones are roots."""
         choose = self._chooser(module, child)
         for name, inner in module.named_children():
             inner_path = join(path, name)
@@ -189,17 +187,17 @@ class _Reader:
                 self.read_below_unwrapped(inner_path, inner, child)
 
     def _chooser(self, root: nn.Module, child: nn.Module) -> _Choose:
-        """Who says which modules below ``root`` are units: the policy, else the child's function."""
+        """The function that chooses units below ``root``: the policy's, else the child's."""
         if self.policy is None:
             return partial(self._by_function, child)
         return partial(self._by_policy, self.policy.below(root))
 
     def _is_chosen(self, path: str, module: nn.Module, choose: _Choose) -> bool:
-        """Whether ``module`` is to be a unit. The attribute takes precedence over function and policy."""
+        """Whether ``module`` is a unit. Its ``_fsdp_wrap`` takes precedence over function and policy."""
         if hasattr(module, "_fsdp_wrap"):
             choice = Choice(chosen_by="_fsdp_wrap") if module._fsdp_wrap else None
             if self.policy is not None and (choose(path, module) is None) is not (choice is None):
-                self.against_policy.append(path)
+                self.contradicting.append(path)
         else:
             choice = choose(path, module)
         if choice is not None:
@@ -209,14 +207,14 @@ class _Reader:
     def _by_policy(self, chosen: Mapping[nn.Module, str], path: str, module: nn.Module) -> Choice | None:
         if module not in chosen:
             return None
-        self.meant[path] = module
+        self.policy_choices[path] = module
         return Choice(chosen_by=chosen[module])
 
     def _by_function(self, child: nn.Module, path: str, module: nn.Module) -> Choice | None:
-        answer = _answer(path, module, child)
-        if not answer:  # an empty dict was False to FSDP1
+        returned = _call_wrap_fn(path, module, child)
+        if not returned:  # FSDP1 treats an empty dict as False
             return None
-        overrides = self._overrides(dict(answer), path) if isinstance(answer, dict) else UnitOverrides()
+        overrides = self._overrides(dict(returned), path) if isinstance(returned, dict) else UnitOverrides()
         return Choice(chosen_by="fsdp_wrap_fn", overrides=overrides)
 
     def _overrides(self, given: Mapping[str, Any], path: str) -> UnitOverrides:
@@ -226,23 +224,23 @@ class _Reader:
             return UnitOverrides(given=given, refused=error)
 
 
-def _answer(path: str, module: nn.Module, child: nn.Module) -> bool | dict[str, Any]:
-    """What the child's function says of a module."""
+def _call_wrap_fn(path: str, module: nn.Module, child: nn.Module) -> bool | dict[str, Any]:
+    """The return value of the child's ``fsdp_wrap_fn`` for a module; False without the hook."""
     wrap_fn = hook_of(child, "fsdp_wrap_fn")
     if wrap_fn is None:
         return False
     try:
-        answer = wrap_fn(module)
+        returned = wrap_fn(module)
     except Exception as error:
         raise PlanError(
             f"fsdp_wrap_fn raised {type(error).__name__} for module {path!r} ({type(module).__name__}): {error}"
         ) from error
-    if not isinstance(answer, bool | dict):
+    if not isinstance(returned, bool | dict):
         raise PlanError(
-            f"fsdp_wrap_fn returned {answer!r} ({type(answer).__name__}) for module {path!r}; "
+            f"fsdp_wrap_fn returned {returned!r} ({type(returned).__name__}) for module {path!r}; "
             "it must return True, False or a dict of settings for that unit"
         )
-    return answer
+    return returned
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -250,10 +248,11 @@ def _answer(path: str, module: nn.Module, child: nn.Module) -> bool | dict[str, 
 
 
 def initializers(model: nn.Module) -> Initializers:
-    """How FSDP1 would have given a module its values: the direct child's ``param_init_fn``, else ``reset_parameters``.
+    """FSDP1's initialisation of a module: ``param_init_fn`` of the direct child, else the module's
+    ``reset_parameters``.
 
     Returns:
-        From a module and its path to a function that fills it, or None.
+        A function that maps a module and its path to a function that initialises it, or None.
     """
     children = dict(model.named_children())
 

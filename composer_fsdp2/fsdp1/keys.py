@@ -1,9 +1,9 @@
-"""THE TABLE: one row per key that an ``fsdp_config`` may hold: how it is read, and what becomes of it under FSDP2.
+"""THE TABLE: one row per key of an ``fsdp_config``: how its value is parsed, and its outcome under FSDP2.
 
-The translation, the documentation and the tests read this table. A new key is a new row here; one that decides a field
-of the configuration by itself says in ``fields`` which. Meanings and defaults: Composer 0.32.1
-(``composer/utils/parallelism.py``, ``composer/distributed/dist_strategy.py``), and Composer's history for the legacy
-keys.
+The translation, the documentation and the tests read this table. A new key is a new row here; ``fields`` names the
+configuration field that the key sets. Meanings and defaults are those of Composer 0.32.1
+(``composer/utils/parallelism.py``, ``composer/distributed/dist_strategy.py``), and of earlier Composer releases for
+legacy keys.
 """
 
 import enum
@@ -16,7 +16,7 @@ from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.config.parallel import IdleExperts
 from composer_fsdp2.config.rows import BOOL, INT, POSITIVE_INT, Row, idle, takes_by, takes_if
 from composer_fsdp2.config.sharding import GradientDtype, GradientSync, MixedPrecision
-from composer_fsdp2.fsdp1.parallel_words import (
+from composer_fsdp2.fsdp1.parallel_values import (
     TILED_KEYS,
     parse_broadcast_batch,
     parse_check_data,
@@ -41,7 +41,7 @@ from composer_fsdp2.fsdp1.parsing import (
     parse_state_dict_type,
     parse_strategy,
 )
-from composer_fsdp2.fsdp1.policy_words import (
+from composer_fsdp2.fsdp1.policy_values import (
     AUTO,
     WRAP_KEYS,
     parse_checkpointed_classes,
@@ -52,7 +52,7 @@ from composer_fsdp2.fsdp1.policy_words import (
 
 
 class KeyGroup(enum.StrEnum):
-    """Who gave a key its meaning."""
+    """The origin of a key."""
 
     FSDP1 = "Composer's FSDPConfig"
     FSDP2 = "Composer's FSDP2Config, or fully_shard itself"
@@ -65,12 +65,11 @@ class Key(Row):
     """A key of an ``fsdp_config``.
 
     Args:
-        defaults: The default of readers for which it is another one.
-        sets: Whether the parsed value is the value of its field of a ``ShardingConfig``.
-        instead_of: Keys that say the same in other words; one only can be given.
-        of_modules: What becomes of the key in the settings of a single module; None where it is not known there.
-        rewrite: From the row, the value and the whole section to the entries of FSDP2's keys that replace it; None
-            keeps it as it is.
+        defaults: The default by reader, where it differs.
+        sets: Whether the parsed value is assigned to the ``ShardingConfig`` field.
+        instead_of: Synonyms; only one of them may be set.
+        of_modules: The outcome in the settings of a single module; None if the key is unknown there.
+        rewrite: (row, value, section) -> entries with FSDP2's keys that replace the key; None copies it unchanged.
     """
 
     defaults: Mapping[Any, Any] = field(default_factory=dict)
@@ -82,11 +81,11 @@ class Key(Row):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What a row may go by that decides about its value.
+    """The input of ``Row.decide``.
 
     Args:
-        values: What every key means, given or not.
-        given: What the user gave.
+        values: The parsed value of every key, including defaults.
+        given: The user's settings.
     """
 
     values: Mapping[str, Any]
@@ -96,13 +95,13 @@ class Context:
     mixed_precision: MixedPrecision
 
 
-# Who reads ``Row.defaults``. Without being told Composer's FSDP2 sent rank 0's values where some ranks had none, and
-# its checkpointing was not reentrant (composer/distributed, 0.32.1).
+# A reader in ``Row.defaults``. By default, Composer's FSDP2 broadcasts rank 0's values if some ranks have none, and its
+# activation checkpointing is not reentrant (composer/distributed, 0.32.1).
 FSDP2_READER = "FSDP2Config"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Where the value decides
+# Outcomes that depend on the value
 
 BACKWARD_POST_REASON = (
     "FSDP2 gathers the next unit before a unit's gradients, not after: one more unit in memory at the peak"
@@ -111,8 +110,8 @@ UNREAD_DTYPE_REASON = "Composer never read it inside this dict; beside mixed_pre
 
 
 def _neutral(finding: Finding) -> Finding:
-    """A value that asks FSDP2 for what it does by itself."""
-    return replace(idle(finding, "FSDP2 does the same by itself"), outcome=Outcome.EXACT)
+    """A value that requests FSDP2's default behavior."""
+    return replace(idle(finding, "FSDP2 does the same by default"), outcome=Outcome.EXACT)
 
 
 def _strategy(finding: Finding, context: Context) -> Finding:
@@ -148,9 +147,10 @@ def _backward_prefetch(finding: Finding, context: Context) -> Finding:
             hint="NONE has the lower peak",
         )
     if given is BackwardPrefetch.NONE:
-        target, reason = "set_modules_to_backward_prefetch", "each unit names itself, so that nothing is prefetched"
+        target, reason = "set_modules_to_backward_prefetch", "each unit lists itself, so nothing is prefetched"
     else:
-        target, reason = "FSDP2's own prefetch", "FSDP2 gathers the next unit before a unit's gradients by itself"
+        target = "FSDP2's own prefetch"
+        reason = "FSDP2's default: the next unit is gathered before a unit's gradients are computed"
     return replace(finding, outcome=Outcome.EXACT, target=target, reason=reason)
 
 
@@ -171,9 +171,9 @@ def _ignored_modules(finding: Finding, context: Context) -> Finding:
 
 
 def _low_precision_grads(finding: Finding, context: Context) -> Finding:
-    """A MixedPrecision object carries the key as well, and was what FSDP1 read whatever stood beside it."""
-    is_asked = context.mixed_precision.gradients is not GradientDtype.OF_PARAMETER
-    return replace(finding, value=True) if is_asked else _neutral(finding)
+    """A MixedPrecision object also has this option, and FSDP1 read it there, ignoring the key."""
+    is_requested = context.mixed_precision.gradients is not GradientDtype.OF_PARAMETER
+    return replace(finding, value=True) if is_requested else _neutral(finding)
 
 
 def _gradient_sync(finding: Finding, context: Context) -> Finding:
@@ -185,7 +185,7 @@ def _gradient_sync(finding: Finding, context: Context) -> Finding:
             finding,
             outcome=Outcome.UNNEEDED,
             target="",
-            reason="this mesh has no replicas, so there is nothing to defer",
+            reason="this mesh has no replicas, so nothing can be deferred",
             hint="set data_parallel_replicate_degree, or gradient_sync: last",
         )
     return finding
@@ -224,7 +224,7 @@ def _te_weight(finding: Finding, context: Context) -> Finding:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# In FSDP2's words
+# Rewriting to FSDP2's keys
 
 Entries = list[tuple[str, Any]]
 
@@ -258,7 +258,7 @@ def _rewrite_degree(row: Row, value: Any, given: Mapping[str, Any]) -> Entries:
 
 
 def _rewrite_sync(row: Row, value: Any, given: Mapping[str, Any]) -> Entries:
-    # Without the key load_monolith_rank0_only asks for it.
+    # Without this key, load_monolith_rank0_only implies it.
     return [(row.name, value)] if value or given.get("load_monolith_rank0_only") else []
 
 
@@ -284,10 +284,10 @@ _MIXED_PRECISION = takes_by(
 )
 _MP_POLICY = takes_by("a MixedPrecisionPolicy", parse_mp_policy)
 _OFFLOAD = takes_by("true, false, a CPUOffload or an OffloadPolicy", parse_offload)
-_GROUPS = takes_by("a word such as node or set8, a list of ranks, a ProcessGroup, or a pair of these", parse_groups)
+_GROUPS = takes_by("a name such as node or set8, a list of ranks, a ProcessGroup, or a pair of these", parse_groups)
 _MODULES = takes_by("a list of modules", parse_modules)
 _AUTO_UNITS = {"transformer_layer_cls_to_wrap": AUTO}
-_WRAP_POLICY = takes_by("a mapping of which modules become units, or null", parse_wrap_policy, (_AUTO_UNITS,))
+_WRAP_POLICY = takes_by("a mapping of which modules are units, or null", parse_wrap_policy, (_AUTO_UNITS,))
 _CHECKPOINTED = takes_by("a list of class names, auto, or null", parse_checkpointed_classes, (AUTO,))
 _TILED_MLP = takes_by("a mapping of classes and chunks, or null", parse_tiled_mlp)
 _IDLE_EXPERTS = takes_by("in_order, or null", parse_idle_experts, tuple(each.value for each in IdleExperts))
@@ -296,8 +296,8 @@ _PREFIXES = takes_by("a list of prefixes of parameters' names, or null", parse_f
 _PATTERNS = takes_by("a list of regular expressions of parameters' names, or null", parse_train_only)
 
 _EXACT, _APPROXIMATE, _UNNEEDED, _UNSUPPORTED, _NEEDS_DECISION = Outcome
-_KEPT = "Composer reads it from the same configuration object, as before"
-# FSDP2Config has few keys (composer/utils/parallelism.py); every other one is dropped.
+_READ_BY_COMPOSER = "Composer reads it from the same configuration object, as before"
+# Composer's FSDP2Config has few keys (composer/utils/parallelism.py), and drops all others.
 IGNORED_BY_COMPOSER = _IGNORED = "plain Composer 0.32.1 ignores it under FSDP2, with a warning"
 _READ = "plain Composer 0.32.1 reads it as well, under FSDP_VERSION=2"
 
@@ -306,8 +306,8 @@ _ROWS: tuple[Key, ...] = (
     Key(name="activation_checkpointing", takes=BOOL, default=False, outcome=_EXACT,
         target="checkpoint_wrapper, applied before fully_shard", fields=("activation_checkpointing.checkpoint",),
         sets=True, meaning="recompute the activations of the modules that the model's hooks choose",
-        reason="the same wrapper inside the unit, as FSDP1 had it: FSDP(AC(block))",
-        elsewhere=f"{_READ}, and wraps the other way round"),
+        reason="the same wrapper inside the unit, as in FSDP1: FSDP(AC(block))",
+        elsewhere=f"{_READ}, and wraps in the opposite order: AC(FSDP(block))"),
     Key(name="activation_checkpointing_reentrant", takes=BOOL, default=True,
         outcome=_EXACT,
         target="CheckpointImpl.REENTRANT or NO_REENTRANT", fields=("activation_checkpointing.reentrant",), sets=True,
@@ -320,14 +320,14 @@ _ROWS: tuple[Key, ...] = (
         reason="the same wrapper, around the checkpointing one", elsewhere=_READ),
     Key(name="auto_wrap", takes=BOOL, default=True, outcome=_UNNEEDED, target="", rewrite=_unless_default,
         meaning="only gates load_monolith_rank0_only; wrapping itself never read it",
-        reason=f"it decides nothing about sharding; {_KEPT}"),
+        reason=f"it does not affect sharding; {_READ_BY_COMPOSER}"),
     Key(name="backward_prefetch", fields=("prefetch.backward",), default="BACKWARD_POST", outcome=_APPROXIMATE,
         target="set_modules_to_backward_prefetch; BACKWARD_POST as BACKWARD_PRE", takes=_BACKWARD_PREFETCH,
         decide=_backward_prefetch, rewrite=_rewrite_backward_prefetch,
         of_modules=_EXACT,
         meaning="when backward gathers the next unit: NONE, BACKWARD_PRE or BACKWARD_POST",
-        reason="FSDP2 gathers before the gradient computation (PRE) by itself; NONE is an explicit empty choice; "
-        "nothing gathers after it (POST): one more unit in memory at the peak"),
+        reason="FSDP2's default gathers before the gradient computation (PRE); NONE is an explicit empty list; it "
+        "cannot gather after it (POST): one more unit in memory at the peak"),
     Key(name="backward_prefetch_limit", fields=("prefetch.backward",), default=1, outcome=_APPROXIMATE,
         target="set_modules_to_backward_prefetch, lists of that length", takes=POSITIVE_INT, neutral=(1,),
         rewrite=_unless_default, meaning="how many units backward prefetches",
@@ -335,15 +335,15 @@ _ROWS: tuple[Key, ...] = (
     Key(name="cpu_offload", fields=("cpu_offload",), default=False, outcome=_EXACT, target="CPUOffloadPolicy",
         takes=_OFFLOAD, rewrite=_unless_default, of_modules=_EXACT,
         meaning="keep parameters, gradients and optimizer state in host memory",
-        reason="works here; Composer refused it under FSDP1 and dropped it under its own FSDP2",
+        reason="supported here; Composer rejects it under FSDP1 and ignores it under its own FSDP2",
         elsewhere=f"{_IGNORED}: parameters stay on the GPU"),
     Key(name="data_parallel_shard_degree", fields=("mesh",), takes=INT, default=-1, outcome=_EXACT,
         target="the mesh's shard axis", decide=_degree, rewrite=_rewrite_degree,
-        meaning="over how many ranks a parameter is sharded; -1 for what the world size leaves",
+        meaning="number of ranks over which a parameter is sharded; -1 for the rest of the world size",
         reason="the same device mesh", elsewhere=f"{_IGNORED}: it shards over all ranks"),
     Key(name="data_parallel_replicate_degree", fields=("mesh",), takes=_OPTIONAL_INT, default=None, outcome=_EXACT,
         target="the mesh's replicate axis (HSDP)", decide=_degree, rewrite=_rewrite_degree,
-        meaning="how many replicas of the sharded model there are", reason="the same device mesh",
+        meaning="number of replicas of the sharded model", reason="the same device mesh",
         elsewhere=f"{_IGNORED}: it shards over all ranks, without replicas"),
     Key(name="forward_prefetch", fields=("prefetch.forward",), takes=BOOL, default=False, outcome=_APPROXIMATE,
         target="set_modules_to_forward_prefetch", neutral=(False,),
@@ -366,15 +366,15 @@ _ROWS: tuple[Key, ...] = (
         "in, the plan raises and names the parameter", elsewhere=f"{_IGNORED}: gradients have their parameters' dtype"),
     Key(name="limit_all_gathers", takes=BOOL, default=True, outcome=_UNNEEDED, target="", rewrite=_removed,
         of_modules=_UNNEEDED,
-        meaning="wait on the CPU so that too many gathers do not pile up in GPU memory",
-        reason="FSDP2's memory is freed without that wait"),
+        meaning="block the CPU to limit the memory of all-gathers in flight",
+        reason="FSDP2 frees memory without blocking the CPU"),
     Key(name="load_monolith_rank0_only", takes=BOOL, default=False, outcome=_EXACT,
         target="load_checkpoint, once the model is sharded",
         meaning="read a monolithic checkpoint on rank 0 and send it to the others",
-        reason="each rank reads its own part of the file: no rank holds the whole model, and nothing is sent",
+        reason="each rank reads its own shards from the file: no rank loads the full model, and nothing is sent",
         elsewhere=_READ),
     Key(name="load_planner", default=None, outcome=_EXACT, target="", meaning="the DCP planner for loading",
-        reason=_KEPT),
+        reason=_READ_BY_COMPOSER),
     Key(name="mixed_precision", fields=("mixed_precision",), default="DEFAULT", outcome=_EXACT,
         target="MixedPrecisionPolicy, and casts of the buffers", takes=_MIXED_PRECISION,
         nested=(*DTYPE_KEYS, UNREAD_DTYPE_KEY), of_modules=_EXACT,
@@ -389,23 +389,23 @@ _ROWS: tuple[Key, ...] = (
         reason="gradients are averaged within a group only, as under FSDP1",
         elsewhere=f"{_IGNORED}: it shards over all ranks"),
     Key(name="save_planner", default=None, outcome=_EXACT, target="", meaning="the DCP planner for saving",
-        reason=_KEPT),
+        reason=_READ_BY_COMPOSER),
     Key(name="sharded_ckpt_prefix_dir", takes=_OPTIONAL_TEXT, default="ep{epoch}-ba{batch}", outcome=_EXACT, target="",
-        meaning="the folder of each sharded checkpoint", reason=_KEPT),
+        meaning="the folder of each sharded checkpoint", reason=_READ_BY_COMPOSER),
     Key(name="sharding_strategy", fields=("reshard_after_forward", "mesh"), default="FULL_SHARD", outcome=_EXACT,
         target="the mesh and reshard_after_forward", takes=_STRATEGY, decide=_strategy, rewrite=_rewrite_strategy,
         of_modules=_EXACT, meaning="FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or _HYBRID_SHARD_ZERO2",
         reason="FULL_SHARD frees parameters after forward, SHARD_GRAD_OP keeps them, HYBRID is a 2-D mesh, NO_SHARD a "
         "2-D mesh with one rank on its shard axis", elsewhere=f"{_IGNORED}: it shards fully"),
     Key(name="state_dict_type", fields=("state_dict_type",), default="full", outcome=_EXACT, target="",
-        takes=_STATE_DICT_TYPE, meaning="what a checkpoint is: full (one file) or sharded (a DCP folder)",
+        takes=_STATE_DICT_TYPE, meaning="the form of a checkpoint: full (one file) or sharded (a DCP folder)",
         reason="the same form of checkpoint as before; FSDP1's default, full, stays",
         elsewhere=f"{_READ}; its own default is sharded"),
     Key(name="sync_module_states", fields=("sync_module_states",), takes=BOOL, default=False, outcome=_EXACT,
         target="a broadcast per unit before it is sharded", rewrite=_rewrite_sync,
         defaults={FSDP2_READER: None}, of_modules=_UNSUPPORTED,
-        meaning="every rank begins with rank 0's parameters and buffers",
-        reason="parameters and buffers, non-persistent ones included, go out from rank 0",
+        meaning="broadcast rank 0's parameters and buffers to all ranks",
+        reason="rank 0 broadcasts parameters and buffers, including non-persistent ones",
         elsewhere=f"{_IGNORED}: ranks that were initialized differently train different models"),
     Key(name="te_checkpoint_wrapper", fields=("activation_checkpointing.transformer_engine",), takes=BOOL,
         default=False, outcome=_UNNEEDED, target="", decide=_te_checkpoint, rewrite=_unless_default,
@@ -417,10 +417,11 @@ _ROWS: tuple[Key, ...] = (
     Key(name="use_orig_params", takes=BOOL, default=True, outcome=_UNNEEDED, target="", rewrite=_removed,
         of_modules=_UNNEEDED,
         meaning="show the original parameters (true) or one flat parameter per unit (false)",
-        reason="fully_shard always keeps the parameters apart; what false forbade (parameter groups, subsets) works"),
+        reason="fully_shard always has separate parameters; parameter groups and subsets, which false did not allow, "
+        "work"),
     Key(name="verbose", fields=("verbose",), takes=BOOL, default=False, outcome=_EXACT, target="",
-        meaning="log what was done", reason="logs the translation and the plan", elsewhere=_READ),
-    # FSDP2's own words.
+        meaning="log how the model is sharded", reason="logs the translation and the plan", elsewhere=_READ),
+    # FSDP2's own keys.
     Key(name="reshard_after_forward", fields=("reshard_after_forward",), takes=_RESHARD, default=True,
         group=KeyGroup.FSDP2, outcome=_EXACT, target="reshard_after_forward", of_modules=_EXACT,
         meaning="free a unit's parameters after forward: true, false, or the size of the group to keep them in",
@@ -433,8 +434,8 @@ _ROWS: tuple[Key, ...] = (
         meaning="a MixedPrecisionPolicy", reason="the same argument"),
     Key(name="offload_policy", fields=("cpu_offload",), default=None, group=KeyGroup.FSDP2, outcome=_EXACT,
         target="offload_policy", takes=_OFFLOAD, of_modules=_EXACT, instead_of=("cpu_offload",),
-        meaning="an OffloadPolicy", reason="the same argument; memory is pinned only where there is an accelerator"),
-    # What older Composer releases accepted.
+        meaning="an OffloadPolicy", reason="the same argument; memory is pinned only with an accelerator"),
+    # Keys of older Composer releases.
     Key(name="min_params", default=None, group=KeyGroup.LEGACY, outcome=_UNNEEDED, target="", rewrite=_removed,
         meaning="wrap modules above this size (until 0.15)", reason="Composer has ignored it since 0.16"),
     Key(name="flatten_parameters", default=None, group=KeyGroup.LEGACY, outcome=_UNNEEDED, target="", rewrite=_removed,
@@ -443,26 +444,26 @@ _ROWS: tuple[Key, ...] = (
     Key(name="load_fsdp_monolith_rank0_only", default=None, group=KeyGroup.LEGACY, outcome=_UNNEEDED, target="",
         rewrite=_removed, meaning="the old name of load_monolith_rank0_only",
         reason="Composer ignores it since 0.24; set load_monolith_rank0_only instead"),
-    # Ours.
+    # Keys of composer_fsdp2.
     Key(name="activation_checkpointing_policy", default=None, group=KeyGroup.OURS,
         outcome=_EXACT, target="checkpoint_wrapper on each module of these classes", takes=_CHECKPOINTED,
         neutral=(None,), fields=("activation_checkpointing.classes",), sets=True,
-        meaning="the classes of the modules that activation_checkpointing and activation_cpu_offload are for, in the "
-        "place of the model's activation_checkpointing_fn; auto: the model's _no_split_modules, or else those of "
-        "wrap_policy",
-        reason="the modules of these classes are chosen by name"),
+        meaning="the classes of the modules to recompute or offload (activation_checkpointing, "
+        "activation_cpu_offload), instead of the model's activation_checkpointing_fn; auto: the model's "
+        "_no_split_modules, or else those of wrap_policy",
+        reason="modules are selected by class name"),
     Key(name="async_save", fields=("async_save",), takes=BOOL, default=False, group=KeyGroup.OURS, outcome=_EXACT,
-        target="a background thread with a gloo group of its own",
-        meaning="training goes on while a Trainer's checkpoint is written from a copy in host memory",
+        target="a background thread with a separate gloo group",
+        meaning="training continues while a Trainer's checkpoint is written from a copy in host memory",
         reason="read by the Trainer's checkpoint saver; needs host memory for one more shard, pinned beside a GPU"),
     Key(name="broadcast_batch", takes=_BROADCAST_BATCH, default=None, group=KeyGroup.OURS, outcome=_EXACT,
         target="a broadcast or a gather of each batch, over gloo", neutral=(None,), fields=("broadcast_batch",),
         sets=True,
-        meaning="how ranks that share a batch (a tensor or context axis above 1) come to have the same one: false "
-        "(their loaders give it to each of them), first (the first rank's goes to all), gather (they take the rows of "
-        "all of them); without the key gather where sequences are divided, else false",
-        reason="false is what Composer did; under first the other ranks' samples are read and not trained on, under "
-        "gather no sample is lost"),
+        meaning="how ranks that share a batch (a tensor or context axis above 1) obtain it: false (each rank's loader "
+        "returns the same batch), first (the first rank broadcasts its batch), gather (the rows of all ranks); "
+        "default: gather with context parallelism, else false",
+        reason="false is Composer's behavior; with first, the other ranks' samples are read but not trained on; with "
+        "gather, no sample is lost"),
     Key(name="check_data", takes=_CHECK_DATA, default=None, group=KeyGroup.OURS, outcome=_EXACT,
         target="a hash of the first batch of each epoch and evaluation", neutral=(None,), fields=("check_data",),
         sets=True,
@@ -479,23 +480,23 @@ _ROWS: tuple[Key, ...] = (
     Key(name="context_parallel_degree", takes=POSITIVE_INT, default=1,
         group=KeyGroup.OURS, outcome=_EXACT, target="attention that exchanges heads for sequence (Ulysses)",
         neutral=(1,), fields=("context_parallel_degree",), sets=True,
-        meaning="over how many ranks the sequences of a batch are divided; these ranks share one batch",
-        reason="each rank computes all but attention on its part of the sequence; parameters are sharded over all "
-        "ranks, as without it"),
+        meaning="number of ranks over which the sequences of a batch are sharded; these ranks share one batch",
+        reason="each rank computes everything except attention on its part of the sequence; parameters are sharded "
+        "over all ranks, as without the key"),
     Key(name="expert_parallel_degree", takes=POSITIVE_INT, default=1,
-        group=KeyGroup.OURS, outcome=_EXACT, target="experts that lie on different ranks, to which tokens travel",
+        group=KeyGroup.OURS, outcome=_EXACT, target="experts on different ranks, with an all-to-all of tokens",
         neutral=(1,), fields=("expert_parallel_degree",), sets=True,
-        meaning="over how many consecutive ranks the experts of a layer are split (Hugging Face's mixtures, LLM "
-        "Foundry's torch_dmoe): each of them gathers its own experts alone",
-        reason="tokens travel to the ranks of their experts and back; all parameters are sharded over all ranks, as "
-        "without, and each rank has its own batch"),
+        meaning="number of consecutive ranks over which the experts of a layer are distributed (Hugging Face's "
+        "mixtures, LLM Foundry's torch_dmoe): each gathers only its own experts",
+        reason="tokens are sent to the ranks of their experts and back; all parameters are sharded over all ranks, as "
+        "without the key, and each rank has its own batch"),
     Key(name="freeze", default=None, group=KeyGroup.OURS, outcome=_EXACT, target="requires_grad_(False), before the "
         "model is sharded", takes=_PREFIXES, neutral=(None,), fields=("freeze",), sets=True,
         meaning="prefixes of the names of parameters that are not trained; they end at dots",
         reason="frozen before the units are planned; the optimizer leaves them as they are"),
     Key(name="fsdp1_metric_names", takes=BOOL, default=False, group=KeyGroup.OURS, outcome=_EXACT,
         target="_fsdp_wrapped_module and _checkpoint_wrapped_module in logged names", decide=_metric_names,
-        meaning="OptimizerMonitor and ActivationMonitor log under the names that they had in FSDP1's runs",
+        meaning="OptimizerMonitor and ActivationMonitor log under the names of FSDP1's runs",
         reason="for dashboards that compare old runs with new ones; the values are the full parameters' either way"),
     Key(name="gradient_sync", default="every", group=KeyGroup.OURS, outcome=_EXACT,
         target="set_requires_gradient_sync, set_requires_all_reduce", takes=_GRADIENT_SYNC,
@@ -507,25 +508,26 @@ _ROWS: tuple[Key, ...] = (
     Key(name="idle_experts", default=None,
         group=KeyGroup.OURS, outcome=_EXACT, fields=("idle_experts",), sets=True, takes=_IDLE_EXPERTS, neutral=(None,),
         target="hooks on each block of experts, after the model is sharded",
-        meaning="in_order: where experts are units of their own, every rank runs each of them once a forward, in the "
-        "order of registration, on no rows where none of its tokens chose it",
-        reason="all ranks gather the same experts in one order; no rows cost no floating point work, and their "
-        "gradients are exactly zero"),
+        meaning="in_order: if experts are separate units, every rank runs each of them once per forward, in "
+        "registration order, on zero rows if none of its tokens chose it",
+        reason="all ranks gather the same experts in the same order; zero rows cost no FLOPs, and their gradients are "
+        "exactly zero"),
     Key(name="idle_towers", default=None, group=KeyGroup.OURS, outcome=_EXACT,
         target="hooks on each tower and beside it, after the model is sharded", takes=_IDLE_TOWERS, neutral=(None,),
         fields=("idle_towers",), sets=True,
-        meaning="parts with units that a batch may not enter, as a vision tower: auto for those of transformers' "
-        "models, or a list of modules' paths; a rank whose batch does not enter one runs it on an example, where "
-        "another rank enters it",
-        reason="ranks ask each other, through small messages between their hosts, before each part that all run; the "
-        "example's gradients are exactly zero"),
+        meaning="towers with units that some batches do not use, such as a vision tower: auto for those of "
+        "transformers' models, or a list of modules' paths; a rank without an input for a tower runs it on an example "
+        "if another rank uses it",
+        reason="ranks exchange small messages between their hosts before each part that all ranks run; the example's "
+        "gradients are exactly zero"),
     Key(name="reshard_after_backward", takes=BOOL, default=True, group=KeyGroup.OURS, outcome=_EXACT,
         target="set_reshard_after_backward", fields=("accumulation.reshard_after_backward",), sets=True,
         meaning="free a unit's parameters after each microbatch's backward (true), or after the last one's (false)",
         reason="true is what FSDP1 did; false gathers less often and keeps the gathered parameters in memory"),
     Key(name="strict", takes=BOOL, default=True, group=KeyGroup.OURS, outcome=_UNNEEDED, target="",
-        meaning="refuse what cannot be carried over (true), or warn and go on (false)", rewrite=_removed,
-        reason="deprecated: what cannot be carried over is refused whatever it says, by the key that is to be changed"),
+        meaning="reject unsupported settings (true), or warn and continue (false)", rewrite=_removed,
+        reason="deprecated: unsupported settings are rejected regardless of this key; the error names the key to "
+        "change"),
     Key(name="tiled_mlp", default=None, group=KeyGroup.OURS, outcome=_EXACT, target="tile_mlp, before the model is "
         "sharded", takes=_TILED_MLP, neutral=(None,), nested=TILED_KEYS, fields=("tiled_mlp",), sets=True,
         meaning="the MLPs (classes: a list) that are computed in pieces of the sequence (chunks: how many)",
@@ -538,15 +540,15 @@ _ROWS: tuple[Key, ...] = (
         reason="frozen before the units are planned; the optimizer leaves them as they are"),
     Key(name="trust_checkpoint", takes=BOOL, default=False, group=KeyGroup.OURS, outcome=_EXACT,
         target="load_checkpoint(trust=True) for the Trainer's load_path",
-        meaning="load entries of a checkpoint that are more than plain data, by running their pickle",
-        reason="such a pickle can run anything; each class that it names is in a warning"),
+        meaning="unpickle entries of a checkpoint that are not plain data",
+        reason="such a pickle can run any code; a warning lists the classes that it names"),
     Key(name="wrap_policy", default=None, group=KeyGroup.OURS, outcome=_EXACT, target="fully_shard on each of these "
         "modules", takes=_WRAP_POLICY, neutral=(None,), nested=WRAP_KEYS, fields=("wrap",), sets=True,
-        meaning="which modules below the roots become units, in the place of the model's fsdp_wrap_fn: by class "
+        meaning="which modules below the roots are units, instead of the model's fsdp_wrap_fn: by class "
         "(transformer_layer_cls_to_wrap: a list, auto for the model's _no_split_modules, or [] for none; "
-        "wrap_embeddings, wrap_lm_output; moe_experts: a list, or auto for what the model calls experts), or by size "
-        "(min_num_params), as FSDP1's policies",
-        reason="each module that it chooses is a unit; _fsdp_wrap on a module takes precedence"),
+        "wrap_embeddings, wrap_lm_output; moe_experts: a list, or auto for modules named as experts), or by size "
+        "(min_num_params), as with FSDP1's policies",
+        reason="each selected module is a unit; _fsdp_wrap on a module takes precedence"),
 )
 # fmt: on
 
@@ -555,7 +557,7 @@ KEYS: tuple[Key, ...] = tuple(
     for row in (replace(row, group=row.group or KeyGroup.FSDP1) for row in _ROWS)
 )
 KEYS_BY_NAME: dict[str, Key] = {row.name: row for row in KEYS}
-# What a module's own settings may hold: FSDP1's and fully_shard's arguments, of which three are no keys of a model.
+# Keys in the settings of a single module: arguments of FSDP1 and fully_shard, including three that are not model keys.
 KEYS_OF_MODULES: dict[str, Key] = {
     row.name: row
     for row in (

@@ -1,4 +1,4 @@
-"""One module's own settings, in the dict that its wrap function gave."""
+"""Parse the settings of a single module, from the dict returned by its wrap function."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -15,7 +15,7 @@ from composer_fsdp2.fsdp1.keys import BACKWARD_POST_REASON, KEYS_OF_MODULES, UNR
 from composer_fsdp2.fsdp1.parsing import (
     UNREAD_DTYPE_KEY,
     BackwardPrefetch,
-    GivenPrecision,
+    NamedPrecision,
     ShardingStrategy,
     check_same_reshard,
     mesh_of,
@@ -24,21 +24,21 @@ from composer_fsdp2.fsdp1.parsing import (
     without_shards,
 )
 
-# Under Composer a process_group of the model took precedence over its mesh; of one module neither does.
+# In Composer, a model's process_group takes precedence over its mesh; for a single module, neither does.
 _MESH_KEYS = ("process_group", "device_mesh", "mesh")
 
 
 def read_overrides(
     given: Mapping[str, Any], path: str, *, config: ShardingConfig, precision: str | None = None
 ) -> UnitOverrides:
-    """What one module's own settings, in FSDP1's or FSDP2's words, change of the model's configuration for its unit.
+    """Parse a module's settings, with FSDP1's or FSDP2's keys, as overrides for its unit.
 
     Args:
-        given: The dict that the module's wrap function gave.
-        path: The module's, for the errors.
+        given: The dict returned by the module's wrap function.
+        path: The module's path, for errors.
     Raises:
-        ConfigError: an unknown key, a wrong value or two that contradict each other; names ``path`` and the key.
-        UnsupportedError: a key that cannot differ between modules yet.
+        ConfigError: an unknown key, an invalid value or a contradiction; names ``path`` and the key.
+        UnsupportedError: a key that cannot differ between modules.
     """
     for key in given:
         if key not in KEYS_OF_MODULES:
@@ -52,7 +52,7 @@ def read_overrides(
     try:
         for first, second in _synonyms(given):
             raise ConfigError(f"{first} and {second} are both given; keep one", keys=(first, second))
-        values = {key: KEYS_OF_MODULES[key].parse(value) for key, value in _taken(given)}
+        values = {key: KEYS_OF_MODULES[key].parse(value) for key, value in _values_in_effect(given)}
         mesh, reshard = _unit_mesh(given, values, config.mesh), _unit_reshard(values)
         check_reshard_degree(config.reshard_after_forward if reshard is None else reshard, mesh or config.mesh)
         return UnitOverrides(
@@ -69,20 +69,20 @@ def read_overrides(
 
 
 def _synonyms(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Two keys that say one thing."""
+    """Pairs of keys with the same meaning."""
     yield from ((other, key) for key in given for other in KEYS_OF_MODULES[key].instead_of if other in given)
     yield from combinations([key for key in _MESH_KEYS if key in given], 2)
 
 
-def _taken(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What has an effect; torch's FSDP1 took None for no prefetch."""
+def _values_in_effect(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The entries with an effect; in torch's FSDP1, None means no prefetch."""
     for key, value in given.items():
         if KEYS_OF_MODULES[key].of_modules is not Outcome.UNNEEDED:
             yield key, BackwardPrefetch.NONE if key == "backward_prefetch" and value is None else value
 
 
 def _unit_mesh(given: Mapping[str, Any], values: Mapping[str, Any], of_model: MeshSpec) -> MeshSpec | None:
-    """The unit's own ranks: a process_group or a mesh; each rank for itself under NO_SHARD; None for the model's."""
+    """The unit's mesh or process group; a shard axis of size 1 under NO_SHARD; None for the model's mesh."""
     strategy: ShardingStrategy | None = values.get("sharding_strategy")
     spec = None
     for key in ("device_mesh", "mesh"):
@@ -116,21 +116,21 @@ def _unit_reshard(values: Mapping[str, Any]) -> bool | int | None:
 def _unit_precision(
     values: Mapping[str, Any], of_model: MixedPrecision, precision: str | None
 ) -> MixedPrecision | None:
-    """How a root's inputs are cast stays the model's; what mp_policy does not know of, the model's, too."""
+    """Casts of root inputs are inherited from the model, as are options that mp_policy does not have."""
     casts = of_model.cast_root_inputs
     if (policy := values.get("mp_policy")) is not None:
         return replace(policy, cast_root_inputs=casts, buffer_dtype=of_model.buffer_dtype, gradients=of_model.gradients)
-    given: GivenPrecision | MixedPrecision | None = values.get("mixed_precision")
+    given: NamedPrecision | MixedPrecision | None = values.get("mixed_precision")
     if given is None:
         return None
-    if precision is None and isinstance(given, GivenPrecision) and given.word != "FULL":
-        text = f"mixed_precision {given.word} stands for dtypes of the precision; say which: precision=..."
+    if precision is None and isinstance(given, NamedPrecision) and given.name != "FULL":
+        text = f"mixed_precision {given.name} stands for dtypes that depend on the precision; set precision=..."
         raise ConfigError(text, keys=("mixed_precision",))
     return replace(mixed_precision_of(given, precision or "fp32"), cast_root_inputs=casts)
 
 
 def _unit_prefetch(values: Mapping[str, Any], of_model: Prefetch) -> Prefetch | None:
-    """The unit's own switches; how many units stays the model's, whose limits had no form for one module."""
+    """The unit's prefetch flags; the number of units is the model's, as FSDP1 has no limit per module."""
     forward, backward = of_model.forward, of_model.backward
     if "forward_prefetch" in values:
         forward = (forward or 1) if values["forward_prefetch"] else None
@@ -141,7 +141,7 @@ def _unit_prefetch(values: Mapping[str, Any], of_model: Prefetch) -> Prefetch | 
 
 
 def _notes(given: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
-    """What a report must say of one module's settings: the keys that FSDP2 does not need, or follows nearly."""
+    """Notes for the report: keys that FSDP2 does not need, or approximates."""
     rows = (KEYS_OF_MODULES[key] for key in given)
     yield from (f"{row.name} is not needed: {row.reason}" for row in rows if row.of_modules is Outcome.UNNEEDED)
     if isinstance(given.get("mixed_precision"), Mapping) and UNREAD_DTYPE_KEY in given["mixed_precision"]:

@@ -1,6 +1,7 @@
-"""What a script gives as torch's own objects: meshes, groups, policies, dtypes, modules. Imported where torch is only.
+"""Parse torch objects in a script's configuration: meshes, groups, policies, dtypes, modules. Imported only if torch
+is.
 
-Each function returns None for what is not such an object.
+Each function returns None for other objects.
 """
 
 from dataclasses import replace
@@ -23,10 +24,10 @@ def default_device_type() -> str:
 
 
 def device_mesh(mesh: object, device_type: str, tensor_degree: int = 1) -> MeshSpec | None:
-    """The axes of a mesh; of one that does not hold all ranks in order, with this rank's groups.
+    """The axes of a mesh; if it does not contain all ranks in order, with this rank's groups.
 
-    Read by position, as ``fully_shard`` reads it, whatever the names: the last axis shards, one before it replicates.
-    With a ``tensor_degree`` it is a slice, of every so manieth rank.
+    Axes are identified by position, as in ``fully_shard``: the last one shards, and one before it replicates. With
+    ``tensor_degree``, the mesh is a strided slice of every ``tensor_degree``-th rank.
 
     Raises:
         ConfigError: it cannot shard this rank's model; the message begins with the mesh.
@@ -38,14 +39,14 @@ def device_mesh(mesh: object, device_type: str, tensor_degree: int = 1) -> MeshS
     if mesh.device_type != device_type:
         raise ConfigError(f"{mesh} on {mesh.device_type}, but the model's device is {device_type}")
     if mesh.get_coordinate() is None:
-        raise ConfigError(f"{mesh}, which does not hold this rank, {dist.get_rank()}; give one of all ranks")
+        raise ConfigError(f"{mesh}, which does not contain this rank, {dist.get_rank()}; give one of all ranks")
     *replicas, shard = range(mesh.ndim)
     if tensor_degree > 1:
         first = dist.get_rank() % tensor_degree
         if mesh.mesh.flatten().tolist() != list(range(first, dist.get_world_size(), tensor_degree)):
             raise ConfigError(
-                f"{mesh}, but the ranks that hold the same part of a split layer are every {tensor_degree}th; make one "
-                "mesh of all axes with the tensor axis last, and give the slice of the others"
+                f"{mesh}, but the ranks with the same part of a split layer are every {tensor_degree}th; create one "
+                "mesh of all axes with the tensor axis last, and pass the slice of the others"
             )
         degree = mesh.size(replicas[0]) if replicas else None
         return MeshSpec.of_degrees(mesh.size(shard), degree, tensor=tensor_degree, device_type=device_type)
@@ -65,10 +66,10 @@ def _given(group: dist.ProcessGroup) -> RankGroups:
 
 
 def dtype(value: object) -> str | None:
-    """The name of a dtype that can be trained in.
+    """The name of a floating-point dtype.
 
     Raises:
-        ConfigError: it cannot; the message begins with the dtype.
+        ConfigError: the dtype is not floating point; the message begins with it.
     """
     if not isinstance(value, torch.dtype):
         return None
@@ -78,7 +79,7 @@ def dtype(value: object) -> str | None:
 
 
 def mixed_precision(value: object) -> MixedPrecision | None:
-    """FSDP1's or FSDP2's policy."""
+    """Parse FSDP1's or FSDP2's mixed precision policy."""
     if not isinstance(value, FSDP1MixedPrecision | MixedPrecisionPolicy):
         return None
     names = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
@@ -96,7 +97,7 @@ def mixed_precision(value: object) -> MixedPrecision | None:
 
 
 def mp_policy(value: object) -> MixedPrecision | None:
-    """FSDP2's policy alone."""
+    """Parse FSDP2's policy only."""
     return mixed_precision(value) if isinstance(value, MixedPrecisionPolicy) else None
 
 
@@ -108,13 +109,13 @@ def _dtype_of(policy: Any, name: str) -> str | None:
 
 
 def offloads(value: object) -> bool | None:
-    """Whether a policy of FSDP1's or FSDP2's offloads."""
+    """Whether FSDP1's or FSDP2's offload policy offloads parameters."""
     if isinstance(value, CPUOffload):
         return value.offload_params
     return isinstance(value, CPUOffloadPolicy) if isinstance(value, OffloadPolicy) else None
 
 
 def modules(value: object) -> tuple[nn.Module, ...] | None:
-    """The modules of a list of them."""
+    """Parse a list of modules."""
     found = tuple(value) if isinstance(value, list | tuple | set | frozenset | nn.ModuleList) else None
     return found if found is not None and all(isinstance(module, nn.Module) for module in found) else None

@@ -1,7 +1,7 @@
-"""FSDP1's and FSDP2's values, one at a time: any spelling of a strategy, dtype, mesh or policy, parsed once.
+"""Parse single values of FSDP1 and FSDP2 in any spelling: strategies, dtypes, meshes, policies.
 
-Imports no torch: a value can be torch's own only where torch is imported already, and ``objects.py`` knows those. Each
-error's message begins with the value; who asks names the key before it.
+Does not import torch: a value can be a torch object only if torch is already imported; ``objects.py`` parses those. The
+message of each error begins with the value; callers prepend the key.
 """
 
 import enum
@@ -20,7 +20,7 @@ from composer_fsdp2.errors import ConfigError, UnsupportedError
 
 
 class ShardingStrategy(enum.Enum):
-    """FSDP1's five sharding strategies, spelled as Composer spells them."""
+    """FSDP1's five sharding strategies, in Composer's spelling."""
 
     FULL_SHARD = "FULL_SHARD"
     SHARD_GRAD_OP = "SHARD_GRAD_OP"
@@ -38,21 +38,21 @@ class ShardingStrategy(enum.Enum):
 
 
 class BackwardPrefetch(enum.Enum):
-    """When FSDP1 gathered the next unit in backward."""
+    """When FSDP1 all-gathers the next unit in backward."""
 
     NONE = "NONE"
     BACKWARD_PRE = "BACKWARD_PRE"
     BACKWARD_POST = "BACKWARD_POST"
 
 
-# The precisions of Composer (composer/core/precision.py) and the dtype that each trains in; fp8 trains in bf16.
+# Composer's precisions (composer/core/precision.py) and the dtype of each; fp8 trains in bf16.
 PRECISIONS: dict[str, str] = {
     "fp32": "float32",
     "amp_fp16": "float16",
     "amp_bf16": "bfloat16",
     "amp_fp8": "bfloat16",
 }
-# Every spelling of a dtype that Composer accepted in a mixed_precision dict.
+# All spellings of dtypes that Composer accepts in a mixed_precision dict.
 DTYPES: dict[str, str] = {
     **dict.fromkeys(("float32", "torch.float32", "fp32"), "float32"),
     **dict.fromkeys(("float16", "torch.float16", "half", "fp16", "amp", "amp_fp16"), "float16"),
@@ -60,16 +60,16 @@ DTYPES: dict[str, str] = {
     **dict.fromkeys(("float8", "torch.float8", "fp8", "amp_fp8"), "bfloat16"),
 }
 DTYPE_KEYS = ("param_dtype", "reduce_dtype", "buffer_dtype")
-# LLM Foundry writes this one into the dict (llmfoundry/utils/config_utils.py, 0.22.0).
+# LLM Foundry adds this key to the dict (llmfoundry/utils/config_utils.py, 0.22.0).
 UNREAD_DTYPE_KEY = "keep_low_precision_grads"
 STATE_DICT_TYPES = (None, "full", "sharded")
-# Composer's names of devices, and torch's.
+# Device names of Composer and torch.
 _DEVICE_TYPES = {"gpu": "cuda", "cuda": "cuda", "cpu": "cpu"}
 
 
-def _torchs_own(reading: str, value: object, *args: Any) -> Any:
-    """What ``objects.py`` reads in a value of torch's; None of any other."""
-    # None: a test, or a user, keeps torch from being imported.
+def _read_torch_object(reading: str, value: object, *args: Any) -> Any:
+    """Parse a torch object with a function of ``objects.py``; None for any other value."""
+    # None: a test or a user has blocked the import of torch.
     return None if sys.modules.get("torch") is None else getattr(_objects(), reading)(value, *args)
 
 
@@ -80,7 +80,7 @@ def _objects() -> ModuleType:
 
 
 def _choice(value: object, choices: Mapping[str, Any]) -> Any:
-    """Parse one of FSDP1's words, in any case; the error names the nearest."""
+    """Parse one of FSDP1's names, in any letter case; the error suggests the closest."""
     text = value.upper() if isinstance(value, str) else ""
     if text not in choices:
         raise ConfigError(f"{value!r}; expected one of {', '.join(choices)}{did_you_mean(text, choices)}")
@@ -88,7 +88,7 @@ def _choice(value: object, choices: Mapping[str, Any]) -> Any:
 
 
 def parse_strategy(value: object) -> ShardingStrategy:
-    """From Composer's string or torch's own ShardingStrategy, which spells its members the same way."""
+    """Parse Composer's string or torch's ShardingStrategy, whose members have the same names."""
     name = getattr(value, "name", value)
     return _choice(name, {strategy.value: strategy for strategy in ShardingStrategy})
 
@@ -127,7 +127,7 @@ def parse_device_type(device: object) -> str:
     if device is None:
         default: str = _objects().default_device_type()
         return default
-    # Composer's Device has .name ('gpu', 'cpu'); a torch.device has .type; a string may carry an index.
+    # Composer's Device has .name ('gpu', 'cpu'), a torch.device has .type, and a string may end with an index.
     name = getattr(device, "type", None) or getattr(device, "name", None) or device
     if not isinstance(name, str) or name.split(":")[0].lower() not in _DEVICE_TYPES:
         raise ConfigError(f"device is {device!r}; sharding runs on 'gpu' ('cuda') or 'cpu'")
@@ -135,7 +135,7 @@ def parse_device_type(device: object) -> str:
 
 
 def parse_precision(precision: object, device: object) -> str:
-    if precision is None:  # Composer's own default (dist_strategy.py, prepare_fsdp_module)
+    if precision is None:  # Composer's default (dist_strategy.py, prepare_fsdp_module)
         return "amp_fp16" if parse_device_type(device) == "cuda" else "fp32"
     name = getattr(precision, "value", precision)
     if not isinstance(name, str) or name.lower() not in PRECISIONS:
@@ -150,9 +150,9 @@ def parse_precision(precision: object, device: object) -> str:
 
 
 def mesh_of(mesh: object, device_type: str, key: str, tensor_degree: int = 1) -> MeshSpec:
-    """The axes of a DeviceMesh, and of the tensor axis beside it; an error names ``key``."""
+    """The axes of a DeviceMesh and the tensor axis; errors name ``key``."""
     try:
-        spec: MeshSpec | None = _torchs_own("device_mesh", mesh, device_type, tensor_degree)
+        spec: MeshSpec | None = _read_torch_object("device_mesh", mesh, device_type, tensor_degree)
     except ConfigError as error:
         raise ConfigError(f"{key} is {error}", keys=(key,)) from error
     if spec is None:
@@ -172,7 +172,7 @@ Groups = RankGroups | tuple[RankGroups, RankGroups] | None
 
 
 def parse_groups(value: object) -> Groups:
-    """FSDP1's process_group in any of Composer's forms (composer/distributed/mosaic_parallelism.py)."""
+    """Parse FSDP1's process_group in any of Composer's forms (composer/distributed/mosaic_parallelism.py)."""
     if value is None:
         return None
     if not isinstance(value, list | tuple) or all(isinstance(rank, int) for rank in value):
@@ -183,7 +183,11 @@ def parse_groups(value: object) -> Groups:
 
 
 def mesh_of_groups(groups: Groups, strategy: ShardingStrategy | None, device_type: str) -> MeshSpec:
-    """Raises ConfigError for a pair of groups without a hybrid strategy, and the other way round."""
+    """The mesh of a process_group.
+
+    Raises:
+        ConfigError: a pair of groups without a hybrid strategy, or one group with a hybrid strategy.
+    """
     pair = groups if isinstance(groups, tuple) else (groups,)
     if strategy is not None and strategy.is_hybrid != (len(pair) == 2):
         wanted = "a pair, (shard, replicate)," if strategy.is_hybrid else "one group of ranks"
@@ -196,7 +200,7 @@ def mesh_of_groups(groups: Groups, strategy: ShardingStrategy | None, device_typ
 
 
 def without_shards(mesh: MeshSpec) -> MeshSpec:
-    """The mesh under NO_SHARD."""
+    """The mesh for NO_SHARD."""
     try:
         return mesh.without_shards()
     except ConfigError as error:
@@ -205,7 +209,7 @@ def without_shards(mesh: MeshSpec) -> MeshSpec:
 
 
 def _rank_groups(value: object) -> RankGroups:
-    given: RankGroups | None = _torchs_own("process_group", value)
+    given: RankGroups | None = _read_torch_object("process_group", value)
     if given is not None:
         return given
     if isinstance(value, list | tuple) and value and all(type(rank) is int for rank in value):
@@ -222,13 +226,13 @@ def _rank_groups(value: object) -> RankGroups:
 
 
 def check_same_reshard(of_strategy: bool | int | None, value: bool | int) -> None:
-    """An integer refines a strategy that reshards; true and false must be the strategy's own."""
+    """Check that reshard_after_forward agrees with the strategy; an integer is allowed if the strategy reshards."""
     if of_strategy is None:
         return
     if bool(value) != of_strategy:
         raise ConfigError(
-            f"sharding_strategy says that parameters are {'freed' if of_strategy else 'kept'} after forward, "
-            f"reshard_after_forward {value!r} says otherwise; keep one of the two",
+            f"sharding_strategy specifies that parameters are {'freed' if of_strategy else 'kept'} after forward, "
+            f"reshard_after_forward {value!r} contradicts it; keep one of the two",
             keys=("sharding_strategy", "reshard_after_forward"),
         )
 
@@ -238,43 +242,43 @@ def check_same_reshard(of_strategy: bool | int | None, value: bool | int) -> Non
 
 
 @dataclass(frozen=True, slots=True)
-class GivenPrecision:
-    """A ``mixed_precision`` by Composer's word for it, which stands for dtypes at one of Composer's precisions."""
+class NamedPrecision:
+    """A ``mixed_precision`` name of Composer, whose dtypes depend on Composer's precision."""
 
-    word: str
-
-
-_WORDS = {"FULL": (), "DEFAULT": ("param_dtype", "buffer_dtype"), "PURE": DTYPE_KEYS}
+    name: str
 
 
-def parse_mixed_precision(value: object) -> GivenPrecision | MixedPrecision:
-    """A ``mixed_precision`` setting in any of its forms.
+_DTYPE_KEYS_BY_NAME = {"FULL": (), "DEFAULT": ("param_dtype", "buffer_dtype"), "PURE": DTYPE_KEYS}
 
-    FSDP1 cast inputs at roots only (torch's MixedPrecision: cast_root_forward_inputs); so do we.
+
+def parse_mixed_precision(value: object) -> NamedPrecision | MixedPrecision:
+    """Parse ``mixed_precision`` in any form.
+
+    FSDP1 casts inputs only at roots (torch's MixedPrecision: cast_root_forward_inputs), and so does composer_fsdp2.
     """
-    policy: MixedPrecision | None = _torchs_own("mixed_precision", value)
+    policy: MixedPrecision | None = _read_torch_object("mixed_precision", value)
     if policy is not None:
         return policy
     if isinstance(value, Mapping):
         return _dtypes_of(value)
     if isinstance(value, str):
-        return GivenPrecision(_choice(value, {word: word for word in _WORDS}))
+        return NamedPrecision(_choice(value, {name: name for name in _DTYPE_KEYS_BY_NAME}))
     raise ConfigError(
         f"{value!r}; it is FULL, DEFAULT, PURE, a dict of param_dtype, reduce_dtype and buffer_dtype, a MixedPrecision "
         "or a MixedPrecisionPolicy"
     )
 
 
-def mixed_precision_of(given: GivenPrecision | MixedPrecision, precision: str) -> MixedPrecision:
-    """The dtypes at one of Composer's precisions: DEFAULT reduces in float32, PURE in the low dtype, too."""
+def mixed_precision_of(given: NamedPrecision | MixedPrecision, precision: str) -> MixedPrecision:
+    """The dtypes for one of Composer's precisions: DEFAULT reduces in float32, PURE in the low-precision dtype."""
     if isinstance(given, MixedPrecision):
         return given
-    low = dict.fromkeys(_WORDS[given.word], PRECISIONS[precision])
+    low = dict.fromkeys(_DTYPE_KEYS_BY_NAME[given.name], PRECISIONS[precision])
     return MixedPrecision(**({"reduce_dtype": "float32"} | low if low else {}))  # type: ignore[arg-type]
 
 
 def parse_mp_policy(value: object) -> MixedPrecision | None:
-    policy: MixedPrecision | None = _torchs_own("mp_policy", value)
+    policy: MixedPrecision | None = _read_torch_object("mp_policy", value)
     if value is not None and policy is None:
         raise ConfigError(f"{value!r}; give a MixedPrecisionPolicy")
     return policy
@@ -294,7 +298,7 @@ def _dtype(given: Mapping[str, Any], key: str) -> str | None:
     if value is None:
         return None
     try:
-        name: str | None = _torchs_own("dtype", value)
+        name: str | None = _read_torch_object("dtype", value)
     except ConfigError as error:
         raise ConfigError(f"{dict(given)!r}, in which {key} is {error}") from error
     text = getattr(value, "value", value)
@@ -308,7 +312,7 @@ def _dtype(given: Mapping[str, Any], key: str) -> str | None:
 def parse_offload(value: object) -> bool:
     if value is None or isinstance(value, bool):
         return bool(value)
-    offloads: bool | None = _torchs_own("offloads", value)
+    offloads: bool | None = _read_torch_object("offloads", value)
     if offloads is None:
         raise ConfigError(f"{value!r}; it is true, false, a CPUOffload or an OffloadPolicy")
     return offloads
@@ -317,7 +321,7 @@ def parse_offload(value: object) -> bool:
 def parse_modules(value: object) -> tuple[Any, ...]:
     if value is None or (isinstance(value, list | tuple) and not value):
         return ()
-    modules: Iterable[Any] | None = _torchs_own("modules", value)
+    modules: Iterable[Any] | None = _read_torch_object("modules", value)
     if modules is None:
         raise ConfigError(f"{short(value)}; give a list of modules of the model (from a script)")
     return tuple(modules)

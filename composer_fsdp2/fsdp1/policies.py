@@ -1,4 +1,4 @@
-"""Which modules a wrap policy chooses, in the place of a model's ``fsdp_wrap_fn``: by class, by what they are, by size.
+"""The modules that a ``wrap_policy`` selects: by class, by role (embeddings, output head, experts), or by size.
 
 The size rule is that of FSDP1's ``size_based_auto_wrap_policy`` (``torch/distributed/fsdp/wrap.py``).
 """
@@ -11,126 +11,131 @@ from torch import nn
 
 from composer_fsdp2.config.wrap import AUTO_EXPERTS, Wrap, WrapKind
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.fsdp1.experts import called_experts
+from composer_fsdp2.fsdp1.experts import experts_by_name
 from composer_fsdp2.sharding.classes import classes_named
 
-# Attributes that hold the two ends of a language model: Llama's and its relatives', and TorchTitan's.
+# Attribute names of a language model's input embeddings and output head, in Llama-like models and in TorchTitan.
 _EMBEDDINGS, _OUTPUTS = ("embed_tokens", "tok_embeddings"), ("lm_head", "output")
 
 
 class Policy(Protocol):
-    """What a ``Wrap`` means in a model."""
+    """A ``Wrap``, applied to a model."""
 
     def below(self, root: nn.Module) -> Mapping[nn.Module, str]:
-        """The modules that it chooses, each with why; at least those below ``root``."""
+        """Map the selected modules to reasons; includes at least those below ``root``."""
 
-    def in_vain(self, chosen: Collection[nn.Module]) -> Iterator[str]:
-        """A note for each of its words that chose none of the modules ``chosen``, which are all of those in reach."""
+    def unmatched(self, chosen: Collection[nn.Module]) -> Iterator[str]:
+        """Yield a note for each setting that selects none of ``chosen``, the modules that can be units."""
 
 
 def read_policy(model: nn.Module, wrap: Wrap, ignored: Iterable[nn.Module] = ()) -> Policy:
-    """What ``wrap``, which is not left to the hooks, means in ``model``; reads only.
+    """Apply ``wrap``, whose kind is not HOOKS, to ``model``, which is not modified.
 
     Raises:
-        PlanError: no module is of a class that it names; the message has the classes that there are.
+        PlanError: no module is of a class in ``wrap``; the message lists the model's classes.
     """
     if wrap.kind is WrapKind.SIZE:
         return _BySize(min_num_params=wrap.min_num_params, ignored=frozenset(ignored))
     reasons: dict[nn.Module, str] = {}
-    asked: dict[str, set[nn.Module]] = {}
-    for words, name, modules in (*_asked_ends(model, wrap), *_asked_classes(model, wrap)):
+    requested: dict[str, set[nn.Module]] = {}
+    for setting, name, modules in (*_requested_embeddings(model, wrap), *_requested_classes(model, wrap)):
         reasons |= dict.fromkeys(modules, f"wrap_policy: {name}")
-        asked.setdefault(words, set()).update(modules)
-    return _ByKind(reasons=reasons, asked=asked)
+        requested.setdefault(setting, set()).update(modules)
+    return _ByKind(reasons=reasons, requested=requested)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# By class, and by what they are
+# By class and by role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ByKind:
-    """``reasons`` has the modules, ``asked`` the same by the policy's words."""
+    """Selected modules.
+
+    Args:
+        reasons: Module -> reason.
+        requested: Setting of the policy -> modules.
+    """
 
     reasons: Mapping[nn.Module, str]
-    asked: Mapping[str, Collection[nn.Module]]
+    requested: Mapping[str, Collection[nn.Module]]
 
     def below(self, root: nn.Module) -> Mapping[nn.Module, str]:
         return self.reasons
 
-    def in_vain(self, chosen: Collection[nn.Module]) -> Iterator[str]:
-        for words, modules in self.asked.items():
+    def unmatched(self, chosen: Collection[nn.Module]) -> Iterator[str]:
+        for setting, modules in self.requested.items():
             if not modules:
-                yield f"wrap_policy.{words}, and the model has no such module, so it makes no unit"
+                yield f"wrap_policy.{setting}, and the model has no such module, so it makes no unit"
             elif set(modules).isdisjoint(chosen):
                 yield (
-                    f"wrap_policy.{words}, which makes no unit: each such module is ignored, lies in a part that FSDP1 "
-                    "left out, or is a direct child of the model, which is a unit anyway, or the model itself"
+                    f"wrap_policy.{setting}, which makes no unit: each such module is ignored, is in a part that "
+                    "FSDP1 excludes, or is a direct child of the model, which is a unit anyway, or the model itself"
                 )
 
 
-_Asked = tuple[str, str, list[nn.Module]]  # the policy's words, their name in a unit's reason, the modules
+_Requested = tuple[str, str, list[nn.Module]]  # (setting of the policy, its name in a unit's reason, modules)
 
 
-def _asked_ends(model: nn.Module, wrap: Wrap) -> Iterator[_Asked]:
+def _requested_embeddings(model: nn.Module, wrap: Wrap) -> Iterator[_Requested]:
     if wrap.embeddings:
         yield "wrap_embeddings is true", "wrap_embeddings", list(input_embeddings(model))
     if wrap.output:
         yield "wrap_lm_output is true", "wrap_lm_output", list(output_embeddings(model))
 
 
-def _asked_classes(model: nn.Module, wrap: Wrap) -> Iterator[_Asked]:
+def _requested_classes(model: nn.Module, wrap: Wrap) -> Iterator[_Requested]:
     if wrap.experts == AUTO_EXPERTS:
-        yield "moe_experts is auto", "moe_experts", list(called_experts(model))
-    is_asked = {
+        yield "moe_experts is auto", "moe_experts", list(experts_by_name(model))
+    requested = {
         "transformer_layer_cls_to_wrap": (wrap.kind is WrapKind.CLASSES, wrap.classes),
         "moe_experts": (wrap.experts not in ((), AUTO_EXPERTS), wrap.experts),
     }
-    for key, (is_given, names) in is_asked.items():
+    for key, (is_given, names) in requested.items():
         for cls in classes_named(model, names, key=f"fsdp_config.wrap_policy.{key}") if is_given else ():
             found = [module for module in model.modules() if isinstance(module, cls)]
             yield f"{key} names {cls.__name__}", cls.__name__, found
 
 
 def input_embeddings(model: nn.Module) -> Iterator[nn.Module]:
-    """The input embeddings of the models in ``model``: as they give them, else by their usual name."""
-    yield from _ends(model, "get_input_embeddings", _EMBEDDINGS)
+    """The input embeddings of the models in ``model``: returned by their getters, else found by the usual names."""
+    yield from _embeddings_of(model, "get_input_embeddings", _EMBEDDINGS)
 
 
 def output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
-    """The output heads of the models in ``model``: as they give them, else by their usual name."""
-    yield from _ends(model, "get_output_embeddings", _OUTPUTS)
+    """The output heads of the models in ``model``: returned by their getters, else found by the usual names."""
+    yield from _embeddings_of(model, "get_output_embeddings", _OUTPUTS)
 
 
-def _ends(module: nn.Module, getter: str, names: tuple[str, ...]) -> Iterator[nn.Module]:
-    """Of the outermost models that have one; a model within a model, such as a vision tower, has ends of its own."""
-    found = given_by(module, getter) or next(
+def _embeddings_of(module: nn.Module, getter: str, names: tuple[str, ...]) -> Iterator[nn.Module]:
+    """Search the outermost models; a nested model, such as a vision tower, has separate embeddings."""
+    found = call_getter(module, getter) or next(
         (end for name in names if isinstance(end := getattr(module, name, None), nn.Module) and _is_model(module)), None
     )
     if found is not None:
         yield found
         return
     for child in module.children():
-        yield from _ends(child, getter, names)
+        yield from _embeddings_of(child, getter, names)
 
 
 def _is_model(module: nn.Module) -> bool:
-    """Whether it has embeddings and layers, or a head: blocks have an ``output``, too."""
+    """Whether the module has embeddings, or a head: blocks may have an attribute ``output``, too."""
     return any(hasattr(module, name) for name in (*_EMBEDDINGS, "lm_head"))
 
 
-def given_by(module: nn.Module, getter: str) -> nn.Module | None:
-    """What a model's own method says, transformers' ``get_input_embeddings`` or another; None without one.
+def call_getter(module: nn.Module, getter: str) -> nn.Module | None:
+    """Call a model's getter, such as transformers' ``get_input_embeddings``; None without the method.
 
     Raises:
-        PlanError: the method failed; names it.
+        PlanError: the getter raised; names it.
     """
     give: Callable[[], object] | None = getattr(module, getter, None)
     if not callable(give):
         return None
     try:
         end = give()
-    except NotImplementedError:  # transformers' way to say that there is none
+    except NotImplementedError:  # transformers raises it if the model has none
         return None
     except Exception as error:
         raise PlanError(f"{getter} of {type(module).__name__} raised {type(error).__name__}: {error}") from error
@@ -140,7 +145,7 @@ def given_by(module: nn.Module, getter: str) -> nn.Module | None:
 # ---------------------------------------------------------------------------------------------------------------------
 # By size
 
-_NEVER_ENTERED, _NEVER_UNITS = (nn.MultiheadAttention,), (nn.ModuleList, nn.ModuleDict)
+_NOT_SEARCHED, _NEVER_UNITS = (nn.MultiheadAttention,), (nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,29 +157,29 @@ class _BySize:
         reason = f"wrap_policy: {self.min_num_params:,} parameters or more"
         return dict.fromkeys(_large_modules(root, self.min_num_params, self.ignored), reason)
 
-    def in_vain(self, chosen: Collection[nn.Module]) -> Iterator[str]:
+    def unmatched(self, chosen: Collection[nn.Module]) -> Iterator[str]:
         if not chosen:
             yield (
                 f"wrap_policy.min_num_params is {self.min_num_params:,}, which makes no unit: no module below a direct "
-                "child of the model holds so many parameters, containers aside; give a smaller number"
+                "child of the model has so many parameters, containers aside; give a smaller number"
             )
 
 
 def _large_modules(root: nn.Module, min_num_params: int, ignored: frozenset[nn.Module]) -> list[nn.Module]:
-    """The modules below ``root`` with at least so many elements that no chosen module below them holds."""
+    """The modules below ``root`` with at least ``min_num_params`` elements outside of selected submodules."""
     ignored_parameters = {parameter for module in ignored for parameter in module.parameters(recurse=False)}
     chosen: list[nn.Module] = []
 
-    def held_below(module: nn.Module) -> int:
-        """How many elements units hold, at or below ``module``; those of a shared parameter at each place."""
+    def numel_in_units(module: nn.Module) -> int:
+        """The number of elements in units at or below ``module``; a shared parameter counts at each place."""
         numel = sum(parameter.numel() for parameter in module.parameters() if parameter not in ignored_parameters)
-        if numel < min_num_params or isinstance(module, _NEVER_ENTERED):
+        if numel < min_num_params or isinstance(module, _NOT_SEARCHED):
             return 0
-        in_units = sum(held_below(child) for child in module.children() if child not in ignored)
+        in_units = sum(numel_in_units(child) for child in module.children() if child not in ignored)
         if module is root or isinstance(module, _NEVER_UNITS) or numel - in_units < min_num_params:
             return in_units
         chosen.append(module)
         return numel
 
-    held_below(root)
+    numel_in_units(root)
     return chosen

@@ -1,4 +1,4 @@
-"""What a user gave: a configuration in any of its forms, read once."""
+"""Read a user's configuration in any form: a mapping, or an object of Composer."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ FSDP2_DEFAULTS: dict[str, Any] = {row.name: row.defaults[FSDP2_READER] for row i
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GivenConfig:
-    """A mapping, or a configuration object read by its attributes.
+class UserConfig:
+    """A configuration read from a mapping, or from the attributes of an object.
 
-    ``given`` holds only what was set; a default of the object's class was not, and lies in ``defaults`` where it
-    differs from FSDP1's. ``is_fsdp2``: it is Composer's FSDP2Config, or an object like it.
+    Args:
+        given: Only the settings that the user set.
+        defaults: Defaults of the object's class, where they differ from FSDP1's.
+        is_fsdp2: Whether it is Composer's FSDP2Config or a similar object.
     """
 
     given: Mapping[str, Any]
@@ -31,13 +33,13 @@ class GivenConfig:
     is_fsdp2: bool = False
 
     @classmethod
-    def read(cls, source: object) -> GivenConfig:
-        """Read a mapping (OmegaConf's too) or any object with FSDPConfig's or FSDP2Config's attributes.
+    def read(cls, source: object) -> UserConfig:
+        """Read a mapping (also OmegaConf's) or any object with the attributes of FSDPConfig or FSDP2Config.
 
         Raises:
             ConfigError: it is neither.
         """
-        if isinstance(source, GivenConfig):
+        if isinstance(source, UserConfig):
             return source
         source = _resolved(source)
         if isinstance(source, Mapping):
@@ -50,14 +52,14 @@ class GivenConfig:
         return cls._read_object(source)
 
     @classmethod
-    def _read_object(cls, source: object) -> GivenConfig:
-        # Composer's State puts the mesh that it built from the degrees into device_mesh; it restates them.
+    def _read_object(cls, source: object) -> UserConfig:
+        # Composer's State stores the mesh that it builds from the degrees in device_mesh; it is redundant.
         present = {key: value for key, value in vars(source).items() if key[0] != "_" and key != "device_mesh"}
         set_here: dict[str, Any] = _resolved(present)
         given = set_here
         fields = dataclasses.fields(source) if dataclasses.is_dataclass(source) else ()
         if fields and all(field.name in vars(source) for field in fields if field.init):
-            # A generated __init__ sets every field; what equals the class's default was not given.
+            # A dataclass's __init__ sets every field; a value equal to the class's default counts as not set.
             given = {
                 key: value for key, value in set_here.items() if not _same(value, getattr(type(source), key, _ABSENT))
             }
@@ -69,7 +71,8 @@ class GivenConfig:
         lacks_fsdp1 = not hasattr(source, "sharding_strategy")
         if lacks_fsdp1:
             defaults |= {name: defaults.get(name) or default for name, default in FSDP2_DEFAULTS.items()}
-        # By name, because the engine imports no Composer; what the shim makes of an FSDP2Config knows FSDP1's keys too.
+        # By class name, because the engine does not import Composer; compat's subclass of FSDP2Config has FSDP1's keys,
+        # too.
         is_fsdp2 = lacks_fsdp1 or any(each.__name__ == "FSDP2Config" for each in type(source).__mro__)
         return cls(given=given, defaults=defaults, mesh=getattr(source, "device_mesh", None), is_fsdp2=is_fsdp2)
 
@@ -80,13 +83,12 @@ class GivenConfig:
 
 
 def _resolved(value: Any, at: str = "fsdp_config") -> Any:
-    """OmegaConf's mappings and lists with their interpolations resolved, as dicts and lists, also those that lie in
-    plain ones; anything else as it is.
+    """Resolve OmegaConf containers, also inside plain dicts and lists; other values are returned unchanged.
 
     Raises:
-        ConfigError: a value is missing (``???``) or leads nowhere; names ``at`` and the key in it.
+        ConfigError: a value is missing (``???``) or an interpolation has no target; names ``at`` and the key.
     """
-    if "omegaconf" not in sys.modules:  # nobody can have made one of its configurations
+    if "omegaconf" not in sys.modules:  # without the import, no OmegaConf object can exist
         return value
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -104,7 +106,7 @@ def _resolved(value: Any, at: str = "fsdp_config") -> Any:
 
 
 class _Absent:
-    """Equal to nothing that a user can give."""
+    """Not equal to any value of a user."""
 
 
 _ABSENT = _Absent()

@@ -1,7 +1,7 @@
-"""FSDP1's state dict types on a sharded model: full values or shards, of the model and of its optimizer.
+"""FSDP1's state dict types for a model sharded by ``fully_shard``: full tensors or shards, for model and optimizer.
 
-``FullyShardedDataParallel``'s static methods of these names, with their arguments and results. Under install() the
-class itself calls them for a model that ``fully_shard`` sharded.
+These replace the static methods of ``FullyShardedDataParallel`` with the same names, arguments and results. Under
+install(), FSDP1's class calls them for models that ``fully_shard`` sharded.
 """
 
 import contextlib
@@ -45,8 +45,8 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
 }
 
 
-class _InForce:
-    """The state dict type of one unit, with the hook that carries it out.
+class _ActiveType:
+    """The state dict type of one unit, and the hook that applies it.
 
     Args:
         keeps: Whether this rank returns full values.
@@ -54,11 +54,11 @@ class _InForce:
 
     def __init__(self, unit: nn.Module, settings: StateDictSettings, keeps: bool) -> None:
         self.settings, self.keeps = settings, keeps
-        self.hook = unit.register_state_dict_post_hook(_present)
+        self.hook = unit.register_state_dict_post_hook(_convert_state_dict)
 
 
-# By unit. A unit without a type returns DTensors, which torch's own functions expect.
-_IN_FORCE: WeakKeyDictionary[nn.Module, _InForce] = WeakKeyDictionary()
+# By unit. Units without an entry return DTensors, as torch's own functions expect.
+_ACTIVE_TYPES: WeakKeyDictionary[nn.Module, _ActiveType] = WeakKeyDictionary()
 
 
 def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
@@ -74,11 +74,11 @@ def set_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Have ``state_dict()`` of the units below ``module`` return full values or shards; return the earlier settings.
+    """Make ``state_dict()`` of the units below ``module`` return full values or shards; return the previous settings.
 
     Raises:
         UnsupportedError: ``LOCAL_STATE_DICT``.
-        CallError: a config of another type than ``state_dict_type``.
+        CallError: a config does not match ``state_dict_type``.
     """
     if state_dict_type not in _CONFIGS:
         raise UnsupportedError(
@@ -95,18 +95,18 @@ def set_state_dict_type(
     before = get_state_dict_type(module)
     keeps = _keeps_full_values(module, settings.state_dict_config)
     for unit in fsdp_modules(module):
-        _put(unit, settings, keeps)
+        _set_type(unit, settings, keeps)
     return before
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-    """The settings of the units below ``module``; FSDP1's default, full values, where none were set.
+    """The settings of the units below ``module``; by default FSDP1's default, full values.
 
     Raises:
         CallError: units have different settings.
     """
     default = StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig())
-    found = [_IN_FORCE[unit].settings if unit in _IN_FORCE else default for unit in fsdp_modules(module)]
+    found = [_ACTIVE_TYPES[unit].settings if unit in _ACTIVE_TYPES else default for unit in fsdp_modules(module)]
     if other := next((each for each in found if each != found[0]), None):
         raise CallError(f"units below one module have different state dict types: {found[0]} and {other}")
     return found[0] if found else default
@@ -119,32 +119,32 @@ def state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """``set_state_dict_type`` for the length of a with block, also if the block raises."""
-    before = {unit: _IN_FORCE.get(unit) for unit in fsdp_modules(module)}
+    """``set_state_dict_type`` within a with block, restored also on an exception."""
+    before = {unit: _ACTIVE_TYPES.get(unit) for unit in fsdp_modules(module)}
     set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:
         yield
     finally:
         for unit, earlier in before.items():
-            _put(unit, None if earlier is None else earlier.settings, earlier is None or earlier.keeps)
+            _set_type(unit, None if earlier is None else earlier.settings, earlier is None or earlier.keeps)
 
 
 def returns_full_values(unit: nn.Module) -> bool:
-    """Whether a script set the type by which ``state_dict()`` of this unit is full on every rank."""
-    found = _IN_FORCE.get(unit)
+    """Whether a script set a type that makes ``state_dict()`` of this unit full on every rank."""
+    found = _ACTIVE_TYPES.get(unit)
     return found is not None and found.settings.state_dict_config == FullStateDictConfig(
         offload_to_cpu=found.settings.state_dict_config.offload_to_cpu
     )
 
 
-def _put(unit: nn.Module, settings: StateDictSettings | None, keeps: bool) -> None:
-    if earlier := _IN_FORCE.pop(unit, None):
+def _set_type(unit: nn.Module, settings: StateDictSettings | None, keeps: bool) -> None:
+    if earlier := _ACTIVE_TYPES.pop(unit, None):
         earlier.hook.remove()
     if settings is not None:
-        _IN_FORCE[unit] = _InForce(unit, settings, keeps)
+        _ACTIVE_TYPES[unit] = _ActiveType(unit, settings, keeps)
 
 
-# These build on the DTensors of a state dict, whatever type a script has set.
+# Callers that need the DTensors of a state dict, whatever type a script has set.
 _NEED_SHARDS = ("torch.distributed.checkpoint.state_dict", "composer_fsdp2.checkpoint.target")
 
 
@@ -157,12 +157,13 @@ def _called_for_shards() -> bool:
     return False
 
 
-def _present(unit: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """After ``state_dict`` of a unit and of all below it. Called on all ranks, for FULL; gathers one tensor at a time.
+def _convert_state_dict(unit: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """A hook after ``state_dict`` of a unit and its submodules. Called on all ranks for FULL; gathers one tensor at a
+    time.
 
-    As under FSDP1, a rank that keeps nothing keeps the entries of modules outside of all units.
+    As under FSDP1, a rank without full values still returns the entries of modules outside of all units.
     """
-    found = _IN_FORCE.get(unit)  # None for a copy of a unit, which has its hooks alone
+    found = _ACTIVE_TYPES.get(unit)  # None for a copy of a unit, which copies hooks only
     if found is None or _called_for_shards():
         return
     config, is_full, keeps = found.settings.state_dict_config, found.settings.state_dict_type is FULL, found.keeps
@@ -195,7 +196,7 @@ def _keeps_full_values(model: nn.Module, config: StateDictConfig | OptimStateDic
 
 
 def _full_copy(value: DTensor, *, to_cpu: bool, keeps: bool = True) -> torch.Tensor:
-    """The full tensor, which shares no memory with the shard. Called on all ranks of the mesh."""
+    """The full tensor, in memory separate from the shard's. Called on all ranks of the mesh."""
     full = gather_full_tensor(value)
     if not keeps:
         return full
@@ -205,7 +206,7 @@ def _full_copy(value: DTensor, *, to_cpu: bool, keeps: bool = True) -> torch.Ten
 
 
 def _on_cpu(value: torch.Tensor) -> torch.Tensor:
-    """A DTensor keeps its mesh and its placements."""
+    """Move to the CPU; a DTensor preserves its mesh and placements."""
     return with_local_tensor(value, local_tensor(value).detach().to("cpu"))
 
 
@@ -219,14 +220,15 @@ def optim_state_dict(
     optim_state_dict: dict[str, Any] | None = None,
     group: Any = None,
 ) -> dict[str, Any]:
-    """The optimizer's state by parameter name, under the state dict type of ``model``.
+    """The optimizer's state by parameter name, in ``model``'s state dict type.
 
     Args:
         optim_state_dict: Converted instead of ``optim.state_dict()``.
-        group: FSDP1's; the parameters know their mesh.
+        group: Ignored; the parameters have a mesh.
     Returns:
         ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}``; with ``rank0_only`` an empty dict
-        on the other ranks.
+            on the other ranks.
+
     Called on all ranks; gathers one tensor at a time.
     """
     settings = get_state_dict_type(model)
@@ -240,12 +242,12 @@ def full_optim_state_dict(
     rank0_only: bool = True,
     group: Any = None,
 ) -> dict[str, Any]:
-    """``optim_state_dict`` of full values, whatever type is set. Called on all ranks."""
+    """``optim_state_dict`` with full values, regardless of the active type. Called on all ranks."""
     return _named_state(model, optim, None, FULL, FullOptimStateDictConfig(rank0_only=rank0_only))
 
 
 def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> dict[str, Any]:
-    """``optim_state_dict`` of shards, whatever type is set."""
+    """``optim_state_dict`` with shards, regardless of the active type."""
     return _named_state(model, optim, None, SHARDED, ShardedOptimStateDictConfig())
 
 
@@ -257,15 +259,15 @@ def optim_state_dict_to_load(
     load_directly: bool = False,
     group: Any = None,
 ) -> dict[str, Any]:
-    """What ``optim.load_state_dict`` takes: the named state dict by position, cut into this rank's shards.
+    """Convert a named state dict to the input of ``optim.load_state_dict``: by position, with this rank's shards.
 
     Args:
-        optim_state_dict: Of full values, of this mesh's DTensors, or of ShardedTensors, as
-            ``load_sharded_optimizer_state_dict`` makes them, which all ranks gather. With ``rank0_only`` in force that
-            of rank 0 is sent to all ranks, which must all call then; else nothing is communicated.
-        load_directly: Load it, too.
+        optim_state_dict: With full values, with this mesh's DTensors, or with ShardedTensors from
+            ``load_sharded_optimizer_state_dict``, which all ranks gather. If ``rank0_only`` is active, rank 0
+            broadcasts its state dict, and all ranks must call this; otherwise only ShardedTensors are communicated.
+        load_directly: Also load it.
     Raises:
-        CallError: parameters that ``optim`` does not have; names them.
+        CallError: parameters that are not in ``optim``; names them.
     """
     if is_named_optimizer:
         raise UnsupportedError("is_named_optimizer=True: torchrec's optimizers do not know DTensors; pass False")
@@ -282,7 +284,7 @@ def shard_full_optim_state_dict(
     optim_input: Any = None,
     optim: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
-    """``optim_state_dict_to_load`` of the full values on each rank; without ``optim``, of one over all parameters."""
+    """``optim_state_dict_to_load`` for full values on each rank; without ``optim``, for one of all parameters."""
     return _state_by_position(model, _parameters_of(optim, model, optim_input), full_optim_state_dict)
 
 
@@ -293,7 +295,7 @@ def scatter_full_optim_state_dict(
     optim: torch.optim.Optimizer | None = None,
     group: Any = None,
 ) -> dict[str, Any]:
-    """``shard_full_optim_state_dict`` of rank 0's values. Called on all ranks; sends them one at a time."""
+    """``shard_full_optim_state_dict`` of rank 0's values. Called on all ranks; broadcasts one tensor at a time."""
     parameters = _parameters_of(optim, model, optim_input)
     return _state_by_position(model, parameters, full_optim_state_dict, rank0_only=True)
 
@@ -301,7 +303,7 @@ def scatter_full_optim_state_dict(
 def flatten_sharded_optim_state_dict(
     sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """``optim_state_dict_to_load`` of shards."""
+    """``optim_state_dict_to_load`` for shards."""
     return _state_by_position(model, _parameters_of(optim), sharded_optim_state_dict)
 
 
@@ -312,12 +314,13 @@ def rekey_optim_state_dict(
     optim_input: Any = None,
     optim: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
-    """An optimizer's state dict by parameter name as one by position, or the other way round.
+    """Convert an optimizer state dict from parameter names to positions, or vice versa.
 
     Args:
         optim_state_key_type: torch's ``OptimStateKeyType``, ``PARAM_NAME`` or ``PARAM_ID``.
-        model: Whose names; sharded or not.
-        optim: In the order of its parameters; without it in that of the model's.
+        model: Its parameter names are used; sharded or not.
+        optim: Defines the positions; without it, the model's parameter order does.
+
     Does not communicate.
     """
     names = {each: without_wrappers(name) for name, each in model.named_parameters()}
@@ -337,7 +340,7 @@ def rekey_optim_state_dict(
 def _parameters_of(
     optim: torch.optim.Optimizer | None, model: nn.Module | None = None, optim_input: Any = None
 ) -> list[nn.Parameter]:
-    """In the order of the positions in ``optim.state_dict()``."""
+    """The parameters in the order of ``optim.state_dict()``."""
     if optim is not None:
         return [parameter for group in optim.param_groups for parameter in group["params"]]
     own = list(() if model is None else model.parameters())
@@ -364,11 +367,12 @@ def _named_state(
     names = [by_parameter[each] for each in parameters]
     if any(isinstance(place, str) for place in given["state"]):
         raise UnsupportedError(f"optimizer state by name, of a {type(optim).__name__}: pass a torch.optim.Optimizer's")
-    order = {parameter: number for number, parameter in enumerate(by_parameter)}  # alike on ranks whose groups differ
+    # The same on ranks whose groups differ
+    order = {parameter: number for number, parameter in enumerate(by_parameter)}
     places = sorted(range(len(names)), key=lambda place: order[parameters[place]])
     state = {place: given["state"][place] for place in places if place in given["state"]}
     if kind is FULL:
-        # A rank that lacks state of a parameter would leave the others waiting in its all-gather.
+        # If a rank had no state for a parameter, the others would hang in its all-gather.
         agree(
             lambda: [(names[place], key) for place, of in state.items() for key in of if isinstance(of[key], DTensor)],
             lambda gathered: f"optimizer state of {gathered}",
@@ -401,7 +405,7 @@ def _named_state(
 
 
 def _refuse_unknown_shard(name: str, key: str, value: Any, parameter: nn.Parameter) -> None:
-    """Raise for a plain tensor of the shard's shape: a part of a full one, without its offset."""
+    """Raise for a plain tensor with the shard's shape: part of a full tensor, at an unknown offset."""
     if (
         isinstance(value, torch.Tensor)
         and not isinstance(value, DTensor)
@@ -424,7 +428,7 @@ def _state_by_position(
 ) -> dict[str, Any]:
     by_name = {without_wrappers(name): each for name, each in model.named_parameters(remove_duplicate=False)}
     places = {parameter: place for place, parameter in enumerate(parameters)}
-    groups, entries = _sent_by_rank_0(given) if rank0_only else _entries(given or {})
+    groups, entries = _broadcast_from_rank_0(given) if rank0_only else _entries(given or {})
     of_groups = [without_wrappers(name) for group in groups for name in group["params"]]
     if unknown := [name for name in of_groups if by_name.get(name) not in places]:
         raise CallError(f"optimizer state of parameters that this optimizer does not have: {and_more(unknown, 5)}")
@@ -441,17 +445,18 @@ def _state_by_position(
 
 
 def _shard_like(parameter: nn.Parameter, value: Any) -> Any:
-    """A copy, since an optimizer steps in the tensors that it loads. A ShardedTensor is gathered by all ranks."""
+    """This rank's shard, copied, because an optimizer updates loaded tensors in place. All ranks gather a
+    ShardedTensor."""
     if not isinstance(value, torch.Tensor):
         return value
-    if isinstance(value, ShardedTensor):  # FSDP1's shards, of any layout
+    if isinstance(value, ShardedTensor):  # FSDP1's shards, in any layout
         value = gather_sharded_tensor(value, value._process_group)
     if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.shape == parameter.shape:
         return with_local_tensor(parameter, local_shard(parameter, value.detach()).clone())
     return value.detach().clone()
 
 
-# Of a named state dict: its groups, and its state as (name, key, value).
+# A named state dict's groups, and its state as (name, key, value).
 _Entries = tuple[Sequence[Mapping[str, Any]], Iterator[tuple[str, str, Any]]]
 
 
@@ -462,12 +467,12 @@ def _entries(given: Mapping[str, Any]) -> _Entries:
     )
 
 
-def _sent_by_rank_0(given: Mapping[str, Any] | None) -> _Entries:
-    """Rank 0's. Called on all ranks; a broadcast of the names and numbers, and one for each tensor as it is read."""
+def _broadcast_from_rank_0(given: Mapping[str, Any] | None) -> _Entries:
+    """Rank 0's state. Called on all ranks; broadcasts the names and numbers, then each tensor when it is read."""
     is_first, device = dist.get_rank() == 0, device_of_group()
     groups, entries = _entries(given if is_first and given else {})
     own = list(entries)
-    sent: list[Any] = [groups, [(name, key, _described(value)) for name, key, value in own]]
+    sent: list[Any] = [groups, [(name, key, _metadata_of(value)) for name, key, value in own]]
     dist.broadcast_object_list(sent, src=0)
 
     def values() -> Iterator[tuple[str, str, Any]]:
@@ -485,13 +490,13 @@ def _sent_by_rank_0(given: Mapping[str, Any] | None) -> _Entries:
 
 
 class _Tensor(NamedTuple):
-    """A tensor that is sent after its description."""
+    """The metadata of a tensor that is broadcast separately."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
-def _described(value: Any) -> Any:
+def _metadata_of(value: Any) -> Any:
     return _Tensor(value.shape, value.dtype) if isinstance(value, torch.Tensor) and value.dim() else value
 
 
@@ -500,7 +505,7 @@ _MODEL = f"write `get_model_state_dict(model, options={_OPTIONS}"
 _SAVES = f"write `get_optimizer_state_dict(model, optim, options={_OPTIONS}"
 _LOADS = f"write `set_optimizer_state_dict(model, optim, state, options={_OPTIONS}"
 
-# What a script calls on the class, or on a unit with the model as an argument; and what it writes now.
+# FSDP1's static methods, called on the class or on a unit, and the replacement to show in the log.
 STATIC_METHODS: dict[str, tuple[Callable[..., Any], str]] = {
     "fsdp_modules": (fsdp_modules, "write `[m for m in model.modules() if isinstance(m, FSDPModule)]`"),
     "set_state_dict_type": (set_state_dict_type, _MODEL),

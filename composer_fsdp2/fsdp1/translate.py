@@ -1,4 +1,4 @@
-"""From an FSDP1 configuration to a ``ShardingConfig``: pure, total, and with a finding for every key that was given."""
+"""Translate an FSDP1 configuration to a ``ShardingConfig``, with a finding for each key. Has no side effects."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -34,19 +34,18 @@ from composer_fsdp2.fsdp1.parsing import (
     parse_precision,
     without_shards,
 )
-from composer_fsdp2.fsdp1.read import GivenConfig
+from composer_fsdp2.fsdp1.read import UserConfig
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translation(Value):
-    """The FSDP2 configuration, to be carried out where no finding blocks, and what became of each key.
+    """The FSDP2 configuration and the outcome of each key.
 
     Args:
-        precision: Composer's; a module's own DEFAULT or PURE stands for its dtypes.
-        tensor_parallel_degree: Over how many consecutive ranks layers are split, on each of which this model is sharded
-            less; Composer's ``TPConfig`` says it.
+        config: Valid only if ``blocking`` is empty.
+        precision: Composer's; defines the dtypes of a module's DEFAULT or PURE.
         verbose: Whether the report is logged.
 
     Example:
@@ -61,7 +60,7 @@ class Translation(Value):
     verbose: bool = False
 
     def explain(self) -> str:
-        """The report that a user reads."""
+        """The report for users."""
         head = f"fsdp_config -> fully_shard{': not possible as it stands' if self.blocking else ''}"
         config, precision = self.config, self.config.mixed_precision
         result = (
@@ -90,26 +89,27 @@ def translate(
     world_size: int | None = None,
     tensor_parallel_degree: int = 1,
 ) -> Translation:
-    """What an FSDP1 (or FSDP2, or mixed) configuration asks of ``fully_shard``.
+    """Translate an FSDP1, FSDP2 or mixed configuration.
 
     Args:
         fsdp_config: A mapping, or an object with the attributes of Composer's FSDPConfig or FSDP2Config.
-        precision: Composer's Precision or its string; None is Composer's default for the device.
-        device: Composer's Device, a torch.device or a string; None is the mesh's, or CUDA where there is one.
-        world_size: Number of ranks; None leaves a degree of -1 open.
+        precision: Composer's Precision or its string; None: Composer's default for the device.
+        device: Composer's Device, a torch.device or a string; None: the mesh's, or CUDA if available.
+        world_size: The number of ranks; None does not resolve a degree of -1.
+        tensor_parallel_degree: The number of consecutive ranks over which layers are TP-sharded, from Composer's
+            ``TPConfig``.
     Raises:
-        ConfigError: unknown keys, wrong types, values that contradict each other; all of them in one message.
+        ConfigError: unknown keys, wrong types and contradictory values, all in one message.
 
-    It reads its arguments only, and does not communicate. A process_group by nodes stays open: where the plan is
-    resolved, a launcher has said how many ranks a node has. Imports torch only where the device is not given, or is
-    torch's own object.
+    Reads only its arguments, and does not communicate. A process_group by nodes is not resolved here, because the
+    number of ranks per node is known only under a launcher. Imports torch only if ``device`` is None or a torch object.
 
     Example:
         >>> translation = translate({"mixed_precision": "PURE"}, precision="amp_bf16", device="cpu")
         >>> translation.config.mixed_precision.param_dtype
         'bfloat16'
     """
-    given = GivenConfig.read(fsdp_config)
+    given = UserConfig.read(fsdp_config)
     if world_size is not None and (type(world_size) is not int or world_size < 1):
         raise ConfigError(f"world_size is {short(world_size)}; give the number of ranks, or None")
     context, reshard, checkpointing = _read(given, precision, device, (world_size, tensor_parallel_degree))
@@ -122,12 +122,12 @@ def translate(
 
 
 def _read(
-    given: GivenConfig, precision: object, device: object, ranks: tuple[int | None, int]
+    given: UserConfig, precision: object, device: object, ranks: tuple[int | None, int]
 ) -> tuple[Context, bool | int, ActivationCheckpointing]:
-    """What the keys mean, each and together; what is wrong with them is raised in one error.
+    """Parse all keys and their combinations; all errors are raised as one.
 
     Args:
-        ranks: How many there are, if that is known, and how many of them split layers.
+        ranks: The world size, if known, and the tensor parallel degree.
     """
     problems = _Problems()
     values = _Values(given, problems)
@@ -140,7 +140,7 @@ def _read(
     checkpointing = problems.catch(_activation_checkpointing, values, name)
     if mesh is not None and reshard is not None:
         problems.catch(check_reshard_degree, reshard, mesh)
-        problems.catch(_refuse_beside_axes, values, mesh)
+        problems.catch(_check_parallel_degrees, values, mesh)
     problems.raise_all()
     assert mesh is not None and reshard is not None and checkpointing is not None
     mixed_precision = _mixed_precision(given, values, name)
@@ -149,14 +149,14 @@ def _read(
 
 
 def _config(
-    given: GivenConfig, context: Context, reshard: bool | int, checkpointing: ActivationCheckpointing
+    given: UserConfig, context: Context, reshard: bool | int, checkpointing: ActivationCheckpointing
 ) -> ShardingConfig:
     values = context.values
     config = ShardingConfig(
         mesh=context.mesh,
         reshard_after_forward=reshard,
         mixed_precision=context.mixed_precision,
-        cpu_offload=values[_given_of(given, "offload_policy", "cpu_offload")],
+        cpu_offload=values[_key_in_effect(given, "offload_policy", "cpu_offload")],
         activation_checkpointing=checkpointing,
         prefetch=_prefetch(values),
         sync_module_states=_sync_module_states(given, values),
@@ -166,7 +166,7 @@ def _config(
 
 
 class _Problems:
-    """Collects what is wrong, so that one error names all of it."""
+    """Collects errors, to raise them as one."""
 
     def __init__(self) -> None:
         self.errors: list[ConfigError] = []
@@ -188,9 +188,9 @@ class _Problems:
 
 
 class _Values(Mapping[str, Any]):
-    """What each key means, given or not; whoever asks for one with a bad value gets its error again."""
+    """The parsed value of each key, including defaults; reading a key with an invalid value raises its error again."""
 
-    def __init__(self, given: GivenConfig, problems: _Problems) -> None:
+    def __init__(self, given: UserConfig, problems: _Problems) -> None:
         for name in given.given:
             problems.catch(_known, name)
         self._given, self._found, self._errors = given, dict[str, Any](), dict[str, ConfigError]()
@@ -203,12 +203,12 @@ class _Values(Mapping[str, Any]):
 
     def _value(self, row: Key) -> Any:
         value = self._given[row.name]
-        if value is None and self._is_left_open(row) and not row.takes.fits(None):
+        if value is None and self._is_unset(row) and not row.takes.fits(None):
             return None
         return row.parse(value, "fsdp_config.")
 
-    def _is_left_open(self, row: Key) -> bool:
-        """Whether None says nothing: as FSDP2Config's own default, or beside a key that says it instead."""
+    def _is_unset(self, row: Key) -> bool:
+        """Whether None means unset: it is the default of FSDP2Config, or a synonym of the key is set."""
         others = (other.name for other in KEYS if row.name in other.instead_of)
         given = self._given.given
         is_own_default = row.name not in given and row.defaults.get(FSDP2_READER, row.default) is None
@@ -233,7 +233,7 @@ def _known(name: str) -> None:
 
 
 def _with_fields(config: ShardingConfig, values: Mapping[str, Any]) -> ShardingConfig:
-    """The configuration with the values of the keys that decide one field by themselves."""
+    """Set the fields that a single key determines."""
     for row in KEYS:
         if row.sets:
             (field,) = row.fields
@@ -242,17 +242,17 @@ def _with_fields(config: ShardingConfig, values: Mapping[str, Any]) -> ShardingC
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What several keys decide together
+# Settings that depend on several keys
 
 
 def _mesh(
-    given: GivenConfig, values: Mapping[str, Any], device_type: str, world_size: int | None, tensor_degree: int
+    given: UserConfig, values: Mapping[str, Any], device_type: str, world_size: int | None, tensor_degree: int
 ) -> MeshSpec:
     is_implied = "reshard_after_forward" in given.given and "sharding_strategy" not in given.given
-    strategy = None if is_implied else values["sharding_strategy"]  # a pair of groups is a hybrid in FSDP2's words
+    strategy = None if is_implied else values["sharding_strategy"]  # FSDP2 has no strategy: a pair of groups is hybrid
     if tensor_degree > 1:
         _refuse_beside_tensor_axis(values)
-    if values["process_group"] is not None:  # Composer then ignored the mesh (dist_strategy.py)
+    if values["process_group"] is not None:  # Composer then ignores the mesh (dist_strategy.py)
         spec = mesh_of_groups(values["process_group"], strategy, device_type)
     elif given.mesh is not None:
         spec = mesh_of(given.mesh, device_type, "fsdp_config.device_mesh", tensor_degree)
@@ -274,8 +274,8 @@ def _mesh(
     return without_shards(spec)
 
 
-def _refuse_beside_axes(values: Mapping[str, Any], mesh: MeshSpec) -> None:
-    """What sequences or experts cannot be divided beside; ``parallel/`` asks the same of each unit."""
+def _check_parallel_degrees(values: Mapping[str, Any], mesh: MeshSpec) -> None:
+    """Check context and expert parallelism against the model's mesh; ``parallel/`` checks each unit."""
     if values["context_parallel_degree"] > 1:
         check_split_sequences(mesh)
     if values["expert_parallel_degree"] > 1:
@@ -284,7 +284,7 @@ def _refuse_beside_axes(values: Mapping[str, Any], mesh: MeshSpec) -> None:
 
 
 def _refuse_beside_tensor_axis(values: Mapping[str, Any]) -> None:
-    """What no slice of a mesh with a tensor axis can do, or Composer refused beside it."""
+    """Reject settings that are impossible with a tensor axis, or that Composer rejects with it."""
     given = {
         "process_group": values["process_group"] is not None,
         "sharding_strategy": values["sharding_strategy"] is ShardingStrategy.NO_SHARD,
@@ -309,7 +309,7 @@ _BESIDE_TENSOR_AXIS = {
 }
 
 
-def _reshard_after_forward(given: GivenConfig, values: Mapping[str, Any]) -> bool | int:
+def _reshard_after_forward(given: UserConfig, values: Mapping[str, Any]) -> bool | int:
     strategy: ShardingStrategy = values["sharding_strategy"]
     if "reshard_after_forward" not in given.given:
         is_of_class = "reshard_after_forward" in given.defaults and "sharding_strategy" not in given.given
@@ -320,13 +320,13 @@ def _reshard_after_forward(given: GivenConfig, values: Mapping[str, Any]) -> boo
     return value
 
 
-def _given_of(given: GivenConfig, policy: str, key: str) -> str:
-    """Which of two keys for one thing holds: the policy in FSDP2's words, where it is given, or FSDP1's key."""
+def _key_in_effect(given: UserConfig, policy: str, key: str) -> str:
+    """The key that takes effect: FSDP2's policy if it is set, else FSDP1's key."""
     return policy if given.given.get(policy) is not None else key
 
 
-def _mixed_precision(given: GivenConfig, values: Mapping[str, Any], precision: str) -> MixedPrecision:
-    found = mixed_precision_of(values[_given_of(given, "mp_policy", "mixed_precision")], precision)
+def _mixed_precision(given: UserConfig, values: Mapping[str, Any], precision: str) -> MixedPrecision:
+    found = mixed_precision_of(values[_key_in_effect(given, "mp_policy", "mixed_precision")], precision)
     return replace(found, gradients=GradientDtype.AS_REDUCED) if values["keep_low_precision_grads"] else found
 
 
@@ -335,12 +335,12 @@ def _prefetch(values: Mapping[str, Any]) -> Prefetch:
     if values["backward_prefetch"] is BackwardPrefetch.NONE:
         backward = 0
     elif backward == 1:
-        backward = None  # FSDP2's own: one unit, in the order that forward ran in
+        backward = None  # FSDP2's default: one unit, in reverse forward order
     return Prefetch(forward=values["forward_prefetch_limit"] if values["forward_prefetch"] else None, backward=backward)
 
 
 def _activation_checkpointing(values: Mapping[str, Any], precision: str) -> ActivationCheckpointing:
-    """The checkpointing that the keys ask for, by Transformer Engine's implementation where they say so."""
+    """Activation checkpointing, with Transformer Engine's implementation if requested."""
     is_te = values["te_checkpoint_wrapper"] and precision == "amp_fp8"
     is_on = values["activation_checkpointing"] or values["activation_cpu_offload"]
     if is_te and is_on and values["activation_checkpointing_reentrant"]:
@@ -352,15 +352,15 @@ def _activation_checkpointing(values: Mapping[str, Any], precision: str) -> Acti
     return ActivationCheckpointing(transformer_engine=is_te)
 
 
-def _sync_module_states(given: GivenConfig, values: Mapping[str, Any]) -> bool | None:
-    """Rank 0 alone reads a monolithic checkpoint, so the others need what it read."""
+def _sync_module_states(given: UserConfig, values: Mapping[str, Any]) -> bool | None:
+    """Under load_monolith_rank0_only, only rank 0 reads the checkpoint, so its values must be broadcast."""
     if "sync_module_states" not in given.given and values["load_monolith_rank0_only"]:
         return True
     value: bool | None = values["sync_module_states"]
     return value
 
 
-def _contradictions(given: GivenConfig, values: Mapping[str, Any]) -> None:
+def _contradictions(given: UserConfig, values: Mapping[str, Any]) -> None:
     problems = _Problems()
     for row in KEYS:
         for other in row.instead_of:
@@ -370,17 +370,15 @@ def _contradictions(given: GivenConfig, values: Mapping[str, Any]) -> None:
     problems.raise_all()
 
 
-def _synonyms(given: GivenConfig, pair: tuple[str, str]) -> None:
-    """Given together they would have to agree, and only one can be meant."""
+def _synonyms(given: UserConfig, pair: tuple[str, str]) -> None:
+    """Reject two keys with the same meaning."""
     if all(given.given.get(name) is not None for name in pair):
         first, second = pair
-        raise ConfigError(
-            f"fsdp_config.{first} and fsdp_config.{second} are two ways to say one thing; keep one", keys=pair
-        )
+        raise ConfigError(f"fsdp_config.{first} and fsdp_config.{second} have the same meaning; keep one", keys=pair)
 
 
 def _offloaded_activations(values: Mapping[str, Any]) -> None:
-    # Composer's State refuses it as well (composer/core/state.py); kept, so that both paths say the same.
+    # Composer's State rejects this, too (composer/core/state.py); repeated here for the same message in both cases.
     if values["activation_cpu_offload"] and not values["use_orig_params"]:
         raise ConfigError(
             "activation_cpu_offload: true contradicts use_orig_params: false; leave use_orig_params out",
@@ -392,8 +390,8 @@ def _policy_without_checkpointing(values: Mapping[str, Any]) -> None:
     is_on = values["activation_checkpointing"] or values["activation_cpu_offload"]
     if values["activation_checkpointing_policy"] is not None and not is_on:
         raise ConfigError(
-            "fsdp_config.activation_checkpointing_policy chooses what is recomputed, and activation_checkpointing is "
-            "false; set activation_checkpointing: true, or leave the policy out",
+            "fsdp_config.activation_checkpointing_policy selects modules to recompute, but activation_checkpointing "
+            "is false; set activation_checkpointing: true, or leave the policy out",
             keys=("activation_checkpointing_policy", "activation_checkpointing"),
         )
 
@@ -403,7 +401,7 @@ def _policy_without_checkpointing(values: Mapping[str, Any]) -> None:
 
 
 def _findings(context: Context) -> Iterator[Finding]:
-    """One finding for each key that was given, and for what FSDP1 read within another key."""
+    """One finding for each key of the user, and for options that FSDP1 read within another key."""
     for name in context.given:
         yield _finding(KEYS_BY_NAME[name], context)
     grads = "keep_low_precision_grads"

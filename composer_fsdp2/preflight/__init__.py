@@ -1,1 +1,1 @@
-"""A run before it has a machine: from a user's file to a model without weights, its plan, and what was replaced."""
+"""Plan a run without GPUs: a user's file -> a model without weights, its plan, and findings on substitutes."""

@@ -20,9 +20,9 @@ _Traced = tuple[ShardingPlan, MicrobatchTrace | None, str]
 
 
 def predict_batch(batch: CountedBatch) -> Prediction:
-    """The step of rank 0: of a YAML from the file alone, as ``plan`` reads it; else from the ranks' model and plan.
+    """Predict rank 0's step: from the YAML alone, as ``plan`` reads it, else from the ranks' model and plan.
 
-    What cannot be predicted is the prediction's ``reason``, or a note; it raises nothing. Does not communicate.
+    Failures are reported in ``Prediction.reason`` or in a note; raises nothing. Does not communicate.
     """
     choices = [OptimizerChoice(name=type(each).__name__, options=each.defaults) for each in batch.optimizers]
     optimizer, findings = counted_optimizer(choices[0] if choices else OptimizerChoice(name="SGD", options={}))
@@ -45,7 +45,7 @@ def predict_batch(batch: CountedBatch) -> Prediction:
     calls = ((each.op, "" if each.op in several else dtypes.get(each.op, ""), each.num_bytes) for each in step.calls)
     return Prediction(
         collectives=collective_counts(calls),
-        # What the optimizer's step allocates is no state.
+        # Without the optimizer's step, whose temporaries are not state.
         state_bytes=max(each.total_bytes for each in state.timeline if each.microbatch >= 0),
         peak_bytes=step.peak_bytes if trace else 0,
         rests_on=rests_on if trace else "",
@@ -54,7 +54,7 @@ def predict_batch(batch: CountedBatch) -> Prediction:
 
 
 def _from_file(batch: CountedBatch, notes: list[str]) -> _Traced | None:
-    """A YAML alone, if its plan is the one of the ranks."""
+    """Trace the YAML's model, if its plan equals the ranks' plan."""
     if not batch.options.is_yaml:
         return None
     try:
@@ -66,7 +66,7 @@ def _from_file(batch: CountedBatch, notes: list[str]) -> _Traced | None:
             device=batch.plan.mesh.device_type,
             overrides=batch.options.arguments,
         )
-    except Exception as error:  # Foundry's and the models' own, too
+    except Exception as error:  # includes errors of Foundry and of models
         notes.append(f"`composer-fsdp2 plan` cannot read the file, so the ranks' model was traced: {one_line(error)}")
         return None
     plan = run.plan.resolve(batch.num_ranks)
@@ -81,7 +81,7 @@ def _from_file(batch: CountedBatch, notes: list[str]) -> _Traced | None:
 
 def _from_ranks(batch: CountedBatch, notes: list[str]) -> _Traced:
     if batch.model is None:
-        notes.append("The model cannot be copied, so that nothing was traced.")
+        notes.append("The model cannot be copied, so nothing was traced.")
         return batch.plan, None, ""
     if not batch.is_uniform:
         notes.append("Microbatches differ in size; all are counted as the batch's first.")
@@ -93,6 +93,6 @@ def _from_ranks(batch: CountedBatch, notes: list[str]) -> _Traced:
 def _traced(notes: list[str], *what: Any, **how: Any) -> MicrobatchTrace | None:
     try:
         return trace_microbatch(*what, **how)
-    except Exception as error:  # whatever a model's own code raises
+    except Exception as error:  # a model's code may raise any error
         notes.append(f"A microbatch cannot be traced without data: {one_line(error)}")
         return None

@@ -1,4 +1,4 @@
-"""An LLM Foundry YAML: read and built by Foundry itself, with substitutes for what cannot be built here."""
+"""Read an LLM Foundry YAML and build its model with LLM Foundry, with substitutes for unavailable parts."""
 
 import contextlib
 import math
@@ -10,7 +10,7 @@ from torch import nn
 from composer_fsdp2.config.findings import Finding
 from composer_fsdp2.config.text import one_line
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.preflight.batch_words import Batches
+from composer_fsdp2.preflight.batch_keys import Batches
 from composer_fsdp2.preflight.model_config import find_model_config, folder_with
 from composer_fsdp2.preflight.planned_model import Training, built
 from composer_fsdp2.preflight.preflight_run import OptimizerChoice
@@ -21,8 +21,8 @@ _BESIDE_MODEL = ("train_loader", "tokenizer", "scheduler")
 _MICROBATCH = "device_train_microbatch_size"
 
 
-def is_foundrys(values: Mapping[str, Any]) -> bool:
-    """Whether Foundry trains from a file with these values."""
+def is_foundry_yaml(values: Mapping[str, Any]) -> bool:
+    """Whether LLM Foundry can train from a file with these values."""
     model = values.get("model")
     return isinstance(model, Mapping) and "name" in model and any(key in values for key in _BESIDE_MODEL)
 
@@ -41,17 +41,17 @@ def read_foundry_yaml(file: RunFile, request: Request) -> tuple[nn.Module, Train
         is_alone = request.world_size == 1
         why = "on one rank Foundry trains without FSDP" if is_alone else "it has no fsdp_config"
         way_out = "; plan it for 2 ranks or more" if is_alone else ""
-        raise ConfigError(f"{file.path}: {why}, so that nothing is sharded{way_out}")
+        raise ConfigError(f"{file.path}: {why}, so nothing is sharded{way_out}")
     findings: list[Finding] = []
     model = request.model
     if model is None:
         given, findings = foundry_substitutes.substituted(foundry.model)
         model = _built(foundry_run.build_foundry, foundry, given, file, request)
-        foundry_substitutes.stand_in(model, findings)
+        foundry_substitutes.apply_substitutes(model, findings)
     model, config = built(model), foundry.config
     batches = _batches(config, request)
     return model, Training(
-        fsdp_config=foundry_run.sharding_of(foundry),
+        fsdp_config=foundry_run.fsdp_config_of(foundry),
         precision=config.precision,
         tensor_parallel=foundry_run.tensor_parallel_of(foundry, model),
         batches=batches,
@@ -77,7 +77,7 @@ def _read(read: Any, file: RunFile, world_size: int) -> Any:
 
 
 def _built(build: Any, foundry: Any, given: dict[str, Any], file: RunFile, request: Request) -> nn.Module:
-    """Foundry's model; one from the Hugging Face hub by its ``config.json``."""
+    """Foundry's model; a Hugging Face model is built from its ``config.json``."""
     with contextlib.ExitStack() as exits:
         if _PATH in given:
             path = find_model_config(request.model_config, given[_PATH])
@@ -88,7 +88,7 @@ def _built(build: Any, foundry: Any, given: dict[str, Any], file: RunFile, reque
 
 
 def _batches(config: Any, request: Request) -> Batches:
-    """A rank's batch as Composer's Trainer divides it; the command line's microbatch takes precedence."""
+    """A rank's batch as divided by Composer's Trainer; the command line's microbatch takes precedence."""
     findings: tuple[Finding, ...] = ()
     rows = config.device_train_microbatch_size if request.microbatch is None else request.microbatch
     if rows == "auto":

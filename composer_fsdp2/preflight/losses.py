@@ -1,6 +1,6 @@
-"""One microbatch's loss as the run computes it, on made-up inputs; fake tensors suffice.
+"""Compute one microbatch's loss on synthetic inputs, which may be fake tensors.
 
-Each returns the loss, and what else lives until the end of backward.
+Each function returns the loss, and the objects that stay alive until the end of backward.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,11 +16,11 @@ from composer_fsdp2.errors import ConfigError
 def composer_loss(
     model: nn.Module, rows: int, tokens: int, *, keys: Sequence[str] = (), given: Any = None
 ) -> tuple[torch.Tensor, Any]:
-    """As Composer's Trainer: ``loss(forward(batch), batch)``; ``State.outputs`` references the outputs in backward.
+    """As in Composer's Trainer: ``loss(forward(batch), batch)``; ``State.outputs`` references the outputs in backward.
 
     Args:
-        keys: Of the batch, beside ``input_ids`` and ``labels``.
-        given: A batch that replaces that one, its rows and tokens: zeros of the same shapes and dtypes.
+        keys: Keys of the batch beside ``input_ids`` and ``labels``.
+        given: A batch whose shapes and dtypes are used instead, filled with zeros.
     """
     batch: Any = {name: _ids(model, rows, tokens) for name in ("input_ids", "labels", *keys)}
     if given is not None:
@@ -30,17 +30,17 @@ def composer_loss(
 
 
 def labels_loss(model: nn.Module, rows: int, tokens: int, *, keeps_outputs: bool) -> tuple[torch.Tensor, Any]:
-    """The model computes the loss itself, from the labels.
+    """The model computes the loss from the labels.
 
     Args:
-        keeps_outputs: As Composer's Trainer does; a Hugging Face Trainer drops them after the forward.
+        keeps_outputs: As Composer's Trainer does; a Hugging Face Trainer frees them after the forward.
     """
     outputs = model(input_ids=_ids(model, rows, tokens), labels=_ids(model, rows, tokens))
     loss = outputs["loss"] if isinstance(outputs, Mapping) and "loss" in outputs else None
     if not isinstance(loss, torch.Tensor):
         raise ConfigError(
-            f"the model ({type(getattr(model, 'model', model)).__name__}) returns no loss when it is given "
-            "input_ids and labels; --no-activations plans without one"
+            f"the model ({type(getattr(model, 'model', model)).__name__}) returns no loss for input_ids and labels; "
+            "--no-activations plans without one"
         )
     return loss, outputs if keeps_outputs else None
 
@@ -52,7 +52,7 @@ def _ids(model: nn.Module, rows: int, tokens: int) -> torch.Tensor:
 
 
 def _total(loss: Any) -> torch.Tensor:
-    """Composer takes a dict of losses by its ``total``, and sums a sequence of them."""
+    """Composer reads ``total`` from a dict of losses, and sums a sequence of losses."""
     if isinstance(loss, Mapping):
         return loss["total"]
     return sum(loss) if isinstance(loss, list | tuple) else loss  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""A transformers model without weights, from its ``config.json`` alone; never from the network."""
+"""Build a transformers model without weights from its ``config.json``; does not use the network."""
 
 import contextlib
 import importlib
@@ -60,7 +60,7 @@ def _cached(name: str) -> Path | None:
         from huggingface_hub import try_to_load_from_cache
 
         found = try_to_load_from_cache(name, FILE)
-    except (ImportError, ValueError):  # not installed; not a name that the hub could have
+    except (ImportError, ValueError):  # not installed, or not a valid name on the hub
         return None
     return Path(found) if isinstance(found, str) else None
 
@@ -77,16 +77,16 @@ def folder_with(path: Path) -> Iterator[Path]:
 
 
 def is_model_config(values: Any) -> bool:
-    """Whether these are a transformers model's own values."""
+    """Whether these are the values of a transformers model's ``config.json``."""
     is_mapping = isinstance(values, Mapping)
     return is_mapping and isinstance(values.get("model_type"), str) and "fsdp_config" not in values
 
 
 def build_model(path: Path, changes: Mapping[str, Any]) -> nn.Module:
-    """The model of a ``config.json`` on the meta device, with some values changed.
+    """Build the model of a ``config.json`` on the meta device, with modified values.
 
     Raises:
-        ConfigError: transformers does not know it, or its model cannot be built; names the file.
+        ConfigError: transformers does not know the model, or cannot build it; names the file.
     """
     try:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -97,7 +97,7 @@ def build_model(path: Path, changes: Mapping[str, Any]) -> nn.Module:
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no {FILE}: {error}") from error
     if not is_model_config(values):
-        raise ConfigError(f"{path} names no model_type, so that it is no transformers model's {FILE}")
+        raise ConfigError(f"{path} names no model_type, so it is not a transformers model's {FILE}")
     values |= changes
     if values.get("quantization_config"):
         raise ConfigError(
@@ -109,7 +109,8 @@ def build_model(path: Path, changes: Mapping[str, Any]) -> nn.Module:
     with as_config_error(f"{path}: the model cannot be built"):
         config = CONFIG_MAPPING[kind].from_dict(values)
         config.use_cache = False
-        # Imported before: torch's compiler, which transformers imports, computes with tensors while it is imported.
+        # Imported outside of the meta device: torch's compiler, which transformers imports, computes with tensors at
+        # import.
         model_class = _model_class(kind, values)
         with torch.device("meta"):
             model: nn.Module = model_class._from_config(config, torch_dtype=torch.float32)

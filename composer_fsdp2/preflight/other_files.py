@@ -1,4 +1,4 @@
-"""Files of other systems, and a model's own ``config.json``: settings, with a model from elsewhere."""
+"""Read files of other systems, or a model's ``config.json``: settings, with a model from elsewhere."""
 
 import copy
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from composer_fsdp2.migration.dialects.composer.around import (
 from composer_fsdp2.migration.dialects.fingerprints import foreign_system
 from composer_fsdp2.migration.lens import decides
 from composer_fsdp2.migration.paths import find_at, has_path, value_at
-from composer_fsdp2.preflight.batch_words import read_batches
+from composer_fsdp2.preflight.batch_keys import read_batches
 from composer_fsdp2.preflight.model_config import (
     build_model,
     find_model_config,
@@ -35,7 +35,8 @@ from composer_fsdp2.preflight.run_file import Request, RunFile, assumed
 from composer_fsdp2.preflight.selective import recompute_by_operator, recompute_every
 
 _COMPOSER = DIALECTS["composer"]
-_LAYERS = "auto"  # in wrap_policy, activation_checkpointing_policy and layer_plan: the model's own layers
+# in wrap_policy, activation_checkpointing_policy and layer_plan: the classes of the model's own layers
+_LAYERS = "auto"
 _CLASSES, _RECOMPUTED = "transformer_layer_cls_to_wrap", "activation_checkpointing_policy"
 # The keys of these systems for the model: a name on the hub, or a folder.
 _MODEL_KEYS = ("model_name_or_path", "base_model", "pretrain", "model.hf_assets_path")
@@ -48,10 +49,10 @@ class _Config:
     """A section, translated to Composer's keys.
 
     Args:
-        tensor_degree: Of layers that the plan of a known model splits.
-        named: The model's name on the hub, or its folder, if the file has it.
-        is_composers: Whether a file of Composer's own asks for it, and not the command line.
-        selective: Of the layers that are recomputed, every n-th alone, or ``op``: some operators of each.
+        tensor_degree: The TP degree, if layers are sharded by the plan of a known model.
+        named: The model's name on the hub, or its folder, if the file names it.
+        is_composers: Whether the file contains Composer's own section.
+        selective: Recompute only every n-th layer, or with ``op`` only some operators of each.
     """
 
     section: Section
@@ -69,19 +70,19 @@ class _Config:
 
 def read_other_file(file: RunFile, request: Request) -> tuple[nn.Module, Training]:
     """The file's settings and a model from elsewhere; see ``read_run``."""
-    is_bare = is_model_config(file.document.values)
-    config = _bare(file) if is_bare else _first_section(file, request.world_size)
+    is_config_only = is_model_config(file.document.values)
+    config = _read_model_config(file) if is_config_only else _first_section(file, request.world_size)
     if request.model is not None:
-        model = built(request.model)  # with FSDP1's hooks, which name the units
+        model = built(request.model)  # with FSDP1's hooks, which select the units
     else:
-        is_own = is_bare and request.model_config is None
+        is_own = is_config_only and request.model_config is None
         path = file.path if is_own else find_model_config(request.model_config, config.named)
         model = built(build_model(path, {key: file.values[key] for key in file.document.values} if is_own else {}))
         config = _with_layers(config, model)
     if config.selective is not None:
-        if isinstance(request.model, nn.Module):  # the caller's own stays as it is
+        if isinstance(request.model, nn.Module):  # do not modify the caller's model
             model = copy.deepcopy(model)
-        config = replace(config, fsdp=_in_part(model, config.fsdp, config.selective))
+        config = replace(config, fsdp=_recompute_partly(model, config.fsdp, config.selective))
     context = config.fsdp.get("context_parallel_degree") or 1
     num_shared = config.tensor_degree * (context if isinstance(context, int) else 1)
     batches = read_batches(
@@ -110,26 +111,28 @@ def read_other_file(file: RunFile, request: Request) -> tuple[nn.Module, Trainin
         precision=config.precision,
         tensor_parallel={"tensor_parallel_degree": config.tensor_degree, "layer_plan": _LAYERS},
         batches=batches,
-        keeps_outputs=config.dialect is _COMPOSER and not is_bare,
+        keeps_outputs=config.dialect is _COMPOSER and not is_config_only,
         has_fp8_layers=config.has_fp8_layers,
-        # No line of a model's own file configures training.
-        findings=tuple(replace(each, where=str(file.path)) for each in findings) if is_bare else file.placed(findings),
+        # A model's config.json does not configure training, so no line is named.
+        findings=tuple(replace(each, where=str(file.path)) for each in findings)
+        if is_config_only
+        else file.placed(findings),
     )
 
 
-def _bare(file: RunFile) -> _Config:
-    """A model's own file; the command line's overrides configure the training, with Foundry's keys."""
+def _read_model_config(file: RunFile) -> _Config:
+    """Read a model's ``config.json``; the command line's overrides configure the training, with Foundry's keys."""
     given = {key: value for key, value in file.values.items() if key not in file.document.values}
     fsdp = given.get("fsdp_config") or {}
     if not isinstance(fsdp, Mapping):
         raise ConfigError(f"fsdp_config is {fsdp!r}; it takes keys, such as fsdp_config.sharding_strategy=FULL_SHARD")
     precision, problem = precision_of(given)
-    reason = "a model's own file says nothing of training"
+    reason = "a model's own file does not configure training"
     findings = [problem] if problem else []
     if "precision" not in given:
-        findings.append(assumed("precision", precision, reason, "say precision=... behind the file"))
+        findings.append(assumed("precision", precision, reason, "set precision=... after the file"))
     if not fsdp:
-        hint = "say fsdp_config.KEY=VALUE behind the file"
+        hint = "set fsdp_config.KEY=VALUE after the file"
         findings.append(assumed("fsdp_config", "FULL_SHARD, mixed_precision: DEFAULT", reason, hint))
     section = Section.at(("fsdp_config",), {**given, "fsdp_config": fsdp})
     return _Config(section=section, dialect=_COMPOSER, fsdp=fsdp, precision=precision, findings=tuple(findings))
@@ -138,7 +141,7 @@ def _bare(file: RunFile) -> _Config:
 def _first_section(file: RunFile, world_size: int) -> _Config:
     if other := foreign_system(file.values):
         raise ConfigError(f"{file.path}: this is a configuration of {other.name}, which is not read: {other.advice}")
-    # OmegaConf's interpolations are text to systems that do not use it.
+    # Systems without OmegaConf read interpolations as plain text.
     values = {
         dialect.name: file.values if dialect.interpolates or file.overrides else file.document.values
         for dialect in DIALECTS.values()
@@ -172,8 +175,8 @@ def _composers(section: Section) -> _Config:
                 key=".".join((*map(str, section.path[:-1]), key)),
                 value=degree,
                 outcome=Outcome.NEEDS_DECISION,
-                target="layers that nobody splits",
-                reason="which layers are split, and how, is in the script's layer plan, which no file can hold",
+                target="layers without a layer plan",
+                reason="which layers are split, and how, is in the script's layer plan, which no file can contain",
                 hint="read the plan as that of a run without tensor parallelism",
             )
         )
@@ -189,14 +192,14 @@ def _composers(section: Section) -> _Config:
 
 
 def _translated(file: RunFile, dialect: Dialect, section: Section, world_size: int) -> _Config:
-    """The keys that ``migrate --to composer`` writes; what Composer lacks is among the findings."""
+    """The keys that ``migrate --to composer`` writes; settings that Composer lacks are in the findings."""
     reading = dialect.read(section)
     if reading.run is None:
         blocking = [each for each in file.placed(reading.findings) if each.outcome.blocks]
         text = "\n".join(map(str, blocking)) or "no run can be read from it"
         raise ConfigError(f"{file.path}: {text}", keys=tuple(each.key for each in blocking))
-    run = reading.run.without_training()  # batches are read in batch_words.py
-    # Recomputing a part of the layers is planned as that part, which no key of Composer's can say.
+    run = reading.run.without_training()  # batches are read in batch_keys.py
+    # Selective recomputation is planned exactly, although no key of Composer expresses it.
     fields: dict[str, Any] = {"selective_checkpointing": None}
     is_budgeted = find_at(section.around, _MODE) == "memory_budget"
     if is_budgeted:
@@ -208,7 +211,7 @@ def _translated(file: RunFile, dialect: Dialect, section: Section, world_size: i
         findings.append(assumed(".".join(_MODE), "memory_budget", reason, "selective or full names them"))
     findings += [each for each in expression.findings if each.outcome is not Outcome.EXACT]
     if run.num_ranks not in (None, world_size):
-        findings.append(assumed("number of ranks", run.num_ranks, f"{world_size} are planned, as asked for"))
+        findings.append(assumed("number of ranks", run.num_ranks, f"{world_size} are planned, as requested"))
     return _Config(
         section=section,
         dialect=dialect,
@@ -223,7 +226,7 @@ def _translated(file: RunFile, dialect: Dialect, section: Section, world_size: i
 
 
 def _undecided(reading: Reading, expression: Expression) -> list[Finding]:
-    """Findings that need a decision with any target, or change how the run is sharded, beside what Composer lacks."""
+    """Findings that need a decision for any target, or change the sharding, beside settings that Composer lacks."""
     findings, _ = with_losses(reading.findings, expression.losses, reading, _COMPOSER)
     lost = {name for each in expression.losses if not each.is_kept for name in each.fields[:1]}
     found = []
@@ -237,9 +240,9 @@ def _undecided(reading: Reading, expression: Expression) -> list[Finding]:
 
 
 def _with_layers(config: _Config, model: nn.Module) -> _Config:
-    """With a transformers model's own layers as units, where no key of the file names any."""
+    """Use a transformers model's own layers as units if the file does not select units."""
     fsdp, findings = dict(config.fsdp), []
-    has_own_models = config.dialect.has_own_models  # whose classes transformers does not have
+    has_own_models = config.dialect.has_own_models  # their classes do not exist in transformers
     policy = fsdp.get("wrap_policy")
     classes = ", ".join(sorted(no_split_classes(model)))
     if policy is None:
@@ -253,15 +256,15 @@ def _with_layers(config: _Config, model: nn.Module) -> _Config:
     is_recomputing = fsdp.get("activation_checkpointing") or fsdp.get("activation_cpu_offload")
     if is_recomputing and fsdp.get(_RECOMPUTED) is None and config.is_composers:
         reason = "the model has no activation_checkpointing_fn, and Composer recomputes nothing then"
-        hint = f"say fsdp_config.{_RECOMPUTED}=auto behind the file for a script whose model has one"
+        hint = f"set fsdp_config.{_RECOMPUTED}=auto after the file for a script whose model has one"
         findings.append(assumed(_RECOMPUTED, "no module", reason, hint))
     elif is_recomputing and (fsdp.get(_RECOMPUTED) is None or has_own_models):
         fsdp[_RECOMPUTED] = _LAYERS
     return replace(config, fsdp=fsdp, findings=(*config.findings, *findings))
 
 
-def _in_part(model: nn.Module, fsdp: Mapping[str, Any], selective: str) -> Mapping[str, Any]:
-    """Have the model's layers recompute a part, as TorchTitan selects it; the keys for what is left."""
+def _recompute_partly(model: nn.Module, fsdp: Mapping[str, Any], selective: str) -> Mapping[str, Any]:
+    """Make the model's layers recompute selectively, as TorchTitan does; returns the remaining keys."""
     named = fsdp.get(_RECOMPUTED)
     classes = no_split_classes(model) if named == _LAYERS else set(named or ())
     layers = [module for module in model.modules() if type(module).__name__ in classes]

@@ -1,4 +1,4 @@
-"""One step of a user's run, planned: its trace, its replay and its bounds as one value."""
+"""Plan one step of a user's run: trace, replay and time bounds as one value."""
 
 from dataclasses import dataclass
 
@@ -15,8 +15,8 @@ class Questions(Value):
     """The options of a plan.
 
     Args:
-        memory: A device's, in which the step has to fit; None: not compared.
-        machine: The speeds that bound the step's time; None: not bounded.
+        memory: The device memory that the step must fit; None: not compared.
+        machine: The speeds that bound the step's time; None: no bounds.
         counts_activations: Whether a microbatch is traced.
     """
 

@@ -1,4 +1,4 @@
-"""A model on the meta device and its file's settings, planned."""
+"""Plan a model on the meta device with its file's settings."""
 
 import os
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from composer_fsdp2._torch.replaced import replaced
 from composer_fsdp2.config.findings import Finding
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.estimate.trace import Loss
-from composer_fsdp2.preflight.batch_words import Batches
+from composer_fsdp2.preflight.batch_keys import Batches
 from composer_fsdp2.preflight.losses import composer_loss, labels_loss
 from composer_fsdp2.preflight.preflight_run import PreflightRun
 from composer_fsdp2.preflight.run_file import ModelOrFunction, Request, as_config_error
@@ -21,13 +21,13 @@ from composer_fsdp2.prepare import plan_run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """A file's settings beside its model.
+    """A file's settings other than the model.
 
     Args:
-        fsdp_config: As ``prepare_fully_shard`` takes it, and so ``tensor_parallel``.
-        batches: A rank's; their own findings are in ``findings``.
-        batch_rows: Of a rank; None: all microbatches have the same number.
-        keeps_outputs: Whether Composer's Trainer trains a model that is not Composer's.
+        fsdp_config: In the form that ``prepare_fully_shard`` takes, like ``tensor_parallel``.
+        batches: A rank's batches; ``findings`` includes their findings.
+        batch_rows: Rows per rank; None: all microbatches have the same number.
+        keeps_outputs: Whether Composer's Trainer trains a model that is not a ComposerModel.
         has_fp8_layers: Whether layers compute in fp8 with any ``precision``.
         findings: With their places in the file.
     """
@@ -42,9 +42,9 @@ class Training:
     findings: tuple[Finding, ...] = ()
 
 
-class Holder(nn.Module):
-    """A module that is no ComposerModel, below one: its only child is the root, under the name that Composer's
-    ``HuggingFaceModel`` has for it."""
+class ModelWrapper(nn.Module):
+    """Wraps a module that is not a ComposerModel: its only child is the root unit, with the same name as in Composer's
+    ``HuggingFaceModel``."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -55,10 +55,10 @@ class Holder(nn.Module):
 
 
 def built(model: ModelOrFunction) -> nn.Module:
-    """A model as Composer shards it; a function is called with ``meta`` as the default device.
+    """Build a model in the form that Composer shards; a function is called with ``meta`` as the default device.
 
     Raises:
-        ConfigError: the function fails, or returns no module.
+        ConfigError: the function raised, or did not return a module.
     """
     if not isinstance(model, nn.Module):
         with as_config_error("the model cannot be built on the meta device"), torch.device("meta"):
@@ -67,18 +67,18 @@ def built(model: ModelOrFunction) -> nn.Module:
             raise ConfigError(f"the model's function returns a {type(made).__name__}, and no torch.nn.Module")
         model = made
     is_composers = callable(getattr(model, "loss", None)) and callable(getattr(model, "eval_forward", None))
-    return model.train() if is_composers else Holder(model).train()
+    return model.train() if is_composers else ModelWrapper(model).train()
 
 
 def planned_run(model: nn.Module, training: Training, request: Request) -> PreflightRun:
-    """The run of a model that ``built`` returned.
+    """The run of a model returned by ``built``.
 
     Raises:
-        ConfigError, PlanError, UnsupportedError: as on the ranks, but for blocking findings, which are returned.
+        ConfigError, PlanError, UnsupportedError: as on the ranks, except that blocking findings are returned.
     """
     batches = training.batches
     _refuse_sizes(batches)
-    # Launchers set it, and a process_group by nodes reads it.
+    # A process_group by nodes reads this variable, which launchers set.
     with replaced(os, "environ", {**os.environ, "LOCAL_WORLD_SIZE": str(request.gpus_per_node)}):
         translation, plan = plan_run(
             model,
@@ -108,15 +108,15 @@ def planned_run(model: nn.Module, training: Training, request: Request) -> Prefl
 
 
 def _loss(model: nn.Module, *, keeps_outputs: bool) -> Loss:
-    """Computes a microbatch as Composer's Trainer does, or as a Hugging Face Trainer."""
-    if isinstance(model, Holder):
+    """The loss function of Composer's Trainer, or of a Hugging Face Trainer."""
+    if isinstance(model, ModelWrapper):
         return partial(labels_loss, keeps_outputs=keeps_outputs)
-    # An MPT that separates joined documents reads another key of its batches.
+    # An MPT that masks attention between packed documents reads another key of its batches.
     uses_ids = any(getattr(module, "attn_uses_sequence_id", False) for module in model.modules())
     return partial(composer_loss, keys=("sequence_id",) if uses_ids else ())
 
 
-# Of one rank's batch; each is replayed, and no batch in use has as many.
+# Per rank; each microbatch is replayed, and no real batch has more.
 _MOST_MICROBATCHES = 10_000
 
 

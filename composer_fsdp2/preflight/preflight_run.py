@@ -1,4 +1,4 @@
-"""A user's run as ``plan`` needs it: the model on the meta device, its plan, and how one microbatch is computed."""
+"""The input of ``plan``: a model on the meta device, its plan, and a function that computes one microbatch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from composer_fsdp2.sharding.plan import ShardingPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerChoice:
-    """The optimizer's name as Composer, Foundry or torch have it (``decoupled_adamw``, ``AdamW``), and its options."""
+    """The optimizer's options, and its name in Composer, Foundry or torch (``decoupled_adamw``, ``AdamW``)."""
 
     name: str
     options: Mapping[str, Any]
@@ -29,19 +29,19 @@ class OptimizerChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightRun:
-    """Everything that a file says of one training step, for a number of ranks.
+    """One training step for a number of ranks, as configured by a file.
 
     Args:
-        model: On the meta device; its direct children are the roots, as Composer has it.
+        model: On the meta device; its direct children are the root units, as in Composer.
         plan: For ``world_size`` ranks.
         loss: Computes one microbatch's loss.
         microbatch_size: Rows of a microbatch that one rank reads.
-        num_microbatches: Of a batch, on one rank.
-        batch_rows: Of a batch, on one rank; the last microbatch may have fewer than the others.
+        num_microbatches: Per batch, on one rank.
+        batch_rows: Rows of a batch on one rank; the last microbatch may have fewer than the others.
         sequence_length: In tokens.
         gpus_per_node: Consecutive ranks that share a node.
-        has_fp8_layers: Whether layers compute in fp8 whatever ``precision`` is.
-        findings: What was replaced so that the model could be built, and what was assumed; with the place in the file.
+        has_fp8_layers: Whether layers compute in fp8 with any ``precision``.
+        findings: Substitutes and assumptions, with their places in the file.
     """
 
     model: nn.Module
@@ -61,14 +61,13 @@ class PreflightRun:
 
     @property
     def computed_rows(self) -> int:
-        """Rows of a microbatch that a rank computes: with those of the ranks whose batches are gathered."""
+        """Rows of a microbatch that a rank computes, including those gathered from other ranks."""
         config = self.plan.config
-        return self.microbatch_size * (
-            config.data_block_size if config.effective_broadcast_batch is BroadcastBatch.GATHER else 1
-        )
+        is_gathered = config.effective_broadcast_batch is BroadcastBatch.GATHER
+        return self.microbatch_size * (config.data_block_size if is_gathered else 1)
 
     def trace(self) -> MicrobatchTrace:
-        """One microbatch; raises whatever the model's own code raises on tensors without data."""
+        """Trace one microbatch; may raise any error of the model's code for tensors without data."""
         return trace_microbatch(
             self.model,
             self.plan,
@@ -79,7 +78,8 @@ class PreflightRun:
         )
 
     def estimate(self, trace: MicrobatchTrace | None, *, num_microbatches: int | None = None) -> StepEstimate:
-        """One step with the optimizer that ``counted_optimizer`` returns; fewer microbatches if given."""
+        """Estimate one step with the optimizer of ``counted_optimizer``, optionally with another number of
+        microbatches."""
         return estimate_step(
             self.plan,
             trace,

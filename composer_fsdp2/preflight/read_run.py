@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.preflight.foundry_yaml import is_foundrys, read_foundry_yaml
+from composer_fsdp2.preflight.foundry_yaml import is_foundry_yaml, read_foundry_yaml
 from composer_fsdp2.preflight.other_files import read_other_file
 from composer_fsdp2.preflight.planned_model import planned_run
 from composer_fsdp2.preflight.preflight_run import PreflightRun
@@ -12,27 +12,30 @@ from composer_fsdp2.preflight.run_file import Request, RunFile, as_config_error
 
 
 def read_run(path: str | Path, **how: Any) -> PreflightRun:
-    """The run that a file configures, with its model on the meta device; no GPU, no network, no weights.
+    """The run that a file configures, with its model on the meta device; needs no GPU, network or weights.
 
     Args:
         path: An LLM Foundry YAML, another system's configuration (with ``model_config`` or ``model``), or a
             transformers model's ``config.json``.
-        how: The fields of ``Request``, such as ``world_size``, which is accelerate's ``num_processes`` by default.
+        how: The fields of ``Request``, such as ``world_size``, whose default is accelerate's ``num_processes``.
     Raises:
-        ConfigError: no such file, no configuration, ranks that do not fit, or a model that cannot be built; one line.
-        PlanError, UnsupportedError: the model cannot be sharded so.
+        ConfigError: the file does not exist or contains no configuration, the number of ranks does not fit, or the
+            model cannot be built; one line.
+        PlanError, UnsupportedError: the model cannot be sharded in this configuration.
     """
     file = RunFile.read(Path(path), how.get("overrides", ()))
     world_size = how.get("world_size")
     request = Request(**{**how, "world_size": _num_processes(file) if world_size is None else world_size})
-    read = read_foundry_yaml if is_foundrys(file.values) else read_other_file
+    read = read_foundry_yaml if is_foundry_yaml(file.values) else read_other_file
     with as_config_error(f"{path}: no run can be made of it"):
         return planned_run(*read(file, request), request)
 
 
 def _num_processes(file: RunFile) -> int:
-    """The number of ranks that a file of accelerate says."""
+    """The number of ranks in an accelerate file."""
     given = file.values.get("num_processes")
     if isinstance(given, int) and not isinstance(given, bool):
         return given
-    raise ConfigError(f"{file.path}: how many ranks are there? --world-size says it, or num_processes of accelerate")
+    raise ConfigError(
+        f"{file.path}: the number of ranks is not known; set --world-size, or num_processes of accelerate"
+    )

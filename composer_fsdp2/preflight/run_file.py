@@ -1,4 +1,4 @@
-"""A user's file as values, with the line of each key, and the command line's additions to it."""
+"""A user's file as values, with the line of each key, and the command line's overrides."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,22 +21,22 @@ from composer_fsdp2.migration.interpolation import resolve
 from composer_fsdp2.migration.paths import has_path
 
 ModelOrFunction = nn.Module | Callable[[], Any]
-# More than any cluster has; the ranks of a group are listed, and the divisors of their number computed.
+# Larger than any cluster; the code lists a group's ranks, and the divisors of their number.
 _MOST_RANKS = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a file is read for.
+    """Options for reading a file.
 
     Args:
         gpus_per_node: For a ``process_group`` by nodes.
         model_config: A ``config.json`` or its folder, for a model that the file does not describe.
-        model: Replaces the file's: a module, or a function that builds it.
+        model: Replaces the file's model: a module, or a function that builds it.
         microbatch: Rows; replaces the file's number, or its ``auto``.
-        sequence: Tokens of a row; replaces the file's.
-        device: The type of the ranks' device.
-        overrides: ``KEY=VALUE``, which replace values of the file.
+        sequence: Tokens per row; replaces the file's.
+        device: The ranks' device type.
+        overrides: ``KEY=VALUE`` strings that replace values of the file.
     Raises:
         ConfigError: a number is out of range.
     """
@@ -61,13 +61,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFile:
-    """A file that was read.
+    """A parsed file.
 
     Args:
-        document: With the settings of the DeepSpeed file that it names or is.
-        written: As it is on the disk.
-        values: With interpolations resolved where that is possible, and the command line's overrides.
-        overrides: The command line's, as they were typed.
+        document: With the settings of a referenced DeepSpeed file, or of the file itself if it is one.
+        written: The document as on disk.
+        values: With interpolations resolved where possible, and with overrides.
+        overrides: From the command line, unchanged.
     """
 
     path: Path
@@ -79,7 +79,11 @@ class RunFile:
 
     @classmethod
     def read(cls, path: Path, overrides: Iterable[str] = ()) -> "RunFile":
-        """Raises ConfigError: no such file, or one that cannot be read; names it and the line."""
+        """Read a file.
+
+        Raises:
+            ConfigError: the file does not exist or cannot be read; names it and the line.
+        """
         overrides = tuple(overrides)
         if not path.is_file():
             raise ConfigError(f"no such file: {path}")
@@ -105,12 +109,12 @@ class RunFile:
         )
 
     def placed(self, findings: Iterable[Finding]) -> tuple[Finding, ...]:
-        """The findings with file and line; those of keys that are not in the file with the file alone."""
+        """Add file and line to the findings; keys that are not in the file get the file only."""
         placed = (replace(each, where=self._place(each.key)) for each in findings)
         if self.deepspeed is None:
             return tuple(placed)
-        told = self.deepspeed.told(placed)
-        return tuple(each for each in told if each.outcome not in (Outcome.UNNEEDED, Outcome.EXACT))
+        completed = self.deepspeed.told(placed)
+        return tuple(each for each in completed if each.outcome not in (Outcome.UNNEEDED, Outcome.EXACT))
 
     def _place(self, key: str) -> str:
         if any(each.partition("=")[0] == key for each in self.overrides):
@@ -126,7 +130,7 @@ def _overridden(values: Mapping[str, Any], overrides: tuple[str, ...]) -> Mappin
         return values
     if wrong := [each for each in overrides if "=" not in each or not all(each.partition("=")[0].split("."))]:
         raise ConfigError(f"{wrong[0]} is neither an option nor KEY=VALUE")
-    # OmegaConf's own errors, those of its YAML reader, and a TypeError where a list meets a mapping.
+    # May raise errors of OmegaConf or of its YAML parser, or TypeError if a list is merged with a mapping.
     with as_config_error(" ".join(overrides)):
         merged: Any = OmegaConf.merge(OmegaConf.create(dict(values)), OmegaConf.from_cli(list(overrides)))
         found: Any = OmegaConf.to_container(merged)
@@ -135,7 +139,8 @@ def _overridden(values: Mapping[str, Any], overrides: tuple[str, ...]) -> Mappin
 
 @contextlib.contextmanager
 def as_config_error(what: str) -> Iterator[None]:
-    """Around code of other packages, which raises anything: a ConfigError with ``what`` and the error on one line.
+    """Convert any error in the block, from other packages' code, to a ConfigError with ``what`` and the error on one
+    line.
 
     An error of the Hugging Face Hub's client is replaced by the next step.
     """
@@ -150,5 +155,5 @@ def as_config_error(what: str) -> Iterator[None]:
 
 
 def assumed(key: str, value: object, reason: str, hint: str = "") -> Finding:
-    """The value of a setting that no key of the file has."""
+    """The finding of an assumed value, for a setting that is not in the file."""
     return Finding(key=key, value=value, outcome=Outcome.APPROXIMATE, reason=reason, hint=hint, origin=Origin.IMPLICIT)

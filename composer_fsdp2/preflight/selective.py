@@ -13,15 +13,15 @@ _SAVED = ("scaled_dot_product", "reduce_scatter_tensor", "aten.max.default")
 
 
 def recompute_every(nth: int, layers: Iterable[nn.Module]) -> None:
-    """Mark the last of each ``nth`` layers for recomputation, and no other."""
+    """Mark every ``nth`` layer for recomputation, and no other."""
     for number, layer in enumerate(layers, 1):
         layer._activation_checkpointing = number % nth == 0  # type: ignore[assignment]
 
 
 def recompute_by_operator(layers: Iterable[nn.Module]) -> None:
-    """Make the layers recompute all but the results of expensive operators.
+    """Make the layers recompute everything except the results of expensive operators.
 
-    Their paths and classes stay, which a wrapper would change for the plan of split layers.
+    Replaces ``forward``, because a wrapper would change paths and classes, on which the tensor parallel plan depends.
     """
     for layer in layers:
         forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=_saving_products)
@@ -29,7 +29,7 @@ def recompute_by_operator(layers: Iterable[nn.Module]) -> None:
 
 
 def _saving_products() -> Any:
-    """Saves the operators of ``_SAVED``, and every second matrix product from the first on."""
+    """A policy that saves the operators in ``_SAVED``, and every second matrix product, starting with the first."""
     num_products = {False: 0, True: 0}
 
     def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

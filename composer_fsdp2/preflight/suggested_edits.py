@@ -1,4 +1,4 @@
-"""Proposals for a user's file: settings that fit and take the least time, each planned from the changed file itself."""
+"""Proposed edits of a user's file: the fastest settings that fit, each planned from the edited file itself."""
 
 import contextlib
 import math
@@ -23,28 +23,28 @@ from composer_fsdp2.migration.dialect import Section
 from composer_fsdp2.migration.migrate import find_sections
 from composer_fsdp2.migration.patched_file import Patch, PatchedFile, apply_patch
 from composer_fsdp2.migration.paths import Path as KeyPath
-from composer_fsdp2.preflight.batch_words import batch_keys
-from composer_fsdp2.preflight.left_alone import left_alone
+from composer_fsdp2.preflight.batch_keys import batch_keys
+from composer_fsdp2.preflight.fixed_settings import fixed_settings
 from composer_fsdp2.preflight.preflight_run import PreflightRun
 from composer_fsdp2.preflight.read_run import read_run
 from composer_fsdp2.preflight.suggestion import NotProposed, SuggestedEdits, Suggestion
 
-# From another text of the file to its run, as it was read before.
+# Maps an edited text of the file to its run.
 Replan = Callable[[str], PreflightRun]
 
 
 @contextlib.contextmanager
 def replanning(path: str | Path, **how: Any) -> Iterator[Replan]:
-    """Reads other texts in a file's place, from a folder of their own: the user's file stays as it is.
+    """Read edited texts from a temporary folder; the user's file is not modified.
 
     Args:
-        how: As ``read_run`` takes it.
+        how: Options of ``read_run``.
     """
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, Path(path).name)
 
         def replan(text: str) -> PreflightRun:
-            copy.write_bytes(text.encode())  # the ends of its lines as they are
+            copy.write_bytes(text.encode())  # preserves line endings
             try:
                 return read_run(copy, **how)
             except ComposerFSDP2Error as error:
@@ -64,15 +64,15 @@ def suggest_edits(
     machine: Machine,
     decided: Mapping[str, str] | None = None,
 ) -> SuggestedEdits:
-    """Settings with which the run of a file fits and takes the least time, as edits of the file.
+    """Find the fastest settings with which a file's run fits, as edits of the file.
 
     Args:
-        run: Of the file, and ``planned`` its step with activations.
-        text: Of the file, and ``name`` its name.
-        replan: Reads another text in the file's place.
-        memory_bytes: The limit of an estimate, of a rank's device.
-        machine: Whose speeds are all known.
-        decided: By a setting's name, why it stays unchanged.
+        run: The file's run; ``planned`` is its step, with activations.
+        text: The file's text; ``name`` is its name.
+        replan: Reads an edited text.
+        memory_bytes: The limit of the estimated peak of a rank's device.
+        machine: All speeds must be known.
+        decided: Setting -> why it must not change.
     Raises:
         ConfigError: no section of the file configures sharding.
     """
@@ -80,7 +80,7 @@ def suggest_edits(
         _, sections = find_sections(text, name)
     except ConfigError as error:
         raise ConfigError(
-            f"{name} says nothing of sharding that could be changed; plan the file that does (for a model's own "
+            f"{name} does not configure sharding; plan the file that does (for a model's own "
             f"config.json with --model-config {name})"
         ) from error
     editor = _Editor(
@@ -89,7 +89,7 @@ def suggest_edits(
         text=text,
         name=name,
         replan=replan,
-        decided=left_alone(run) | dict(decided or {}),
+        decided=fixed_settings(run) | dict(decided or {}),
         dialect=sections[0][0].name,
         section=sections[0][1],
     )
@@ -104,7 +104,7 @@ def suggest_edits(
         speeds=machine.sources,
         proposals=tuple(map(editor.suggestion, found.proposals)),
         nearest=None if nearest is None or nearest is present else editor.suggestion(nearest),
-        helps=() if nearest is None else tuple(_what_helps(nearest, run, memory_bytes)),
+        helps=() if nearest is None else tuple(_further_changes(nearest, run, memory_bytes)),
         num_tried=found.num_tried,
         unsaid=tuple(
             NotProposed(what=and_more(each, 3, "; "), reason=reason) for reason, each in editor.unsaid.items()
@@ -112,13 +112,13 @@ def suggest_edits(
     )
 
 
-def _what_helps(nearest: Candidate, run: PreflightRun, memory_bytes: int) -> Iterator[str]:
-    """Changes beside settings that make a step smaller."""
+def _further_changes(nearest: Candidate, run: PreflightRun, memory_bytes: int) -> Iterator[str]:
+    """Changes other than settings that reduce a step's memory."""
 
-    def held(*kinds: Kind) -> int:
+    def bytes_of(*kinds: Kind) -> int:
         return sum(map(nearest.peak.bytes_of, kinds))
 
-    state = held(Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER)
+    state = bytes_of(Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER)
     left = memory_bytes - (nearest.peak_bytes - state)
     if state and left > 0:
         ranks = math.ceil(state * (run.world_size // nearest.settings.replicas) / left)
@@ -126,15 +126,16 @@ def _what_helps(nearest: Candidate, run: PreflightRun, memory_bytes: int) -> Ite
     if run.plan.config.accumulation.gradient_sync is GradientSync.LAST and run.num_microbatches > 1:
         yield (
             "gradients reduced in each microbatch (gradient_sync, accelerate's sync_each_batch; it rounds otherwise): "
-            f"{human_bytes(held(Kind.UNSHARDED_GRADIENTS))} are unsharded gradients that a batch adds up first"
+            f"{human_bytes(bytes_of(Kind.UNSHARDED_GRADIENTS))} are unsharded gradients that a batch adds up first"
         )
-    unsharded = held(Kind.GATHERED, Kind.UNSHARDED_GRADIENTS, Kind.COMMUNICATION)
+    unsharded = bytes_of(Kind.GATHERED, Kind.UNSHARDED_GRADIENTS, Kind.COMMUNICATION)
     yield (
         f"tensor parallelism: {human_bytes(unsharded)} are unsharded parameters and gradients and their buffers, which "
         "more ranks do not make smaller"
     )
+    activations = bytes_of(Kind.ACTIVATIONS, Kind.LOSS)
     yield (
-        f"context parallelism, shorter rows or a loss in pieces: {human_bytes(held(Kind.ACTIVATIONS, Kind.LOSS))} are "
+        f"context parallelism, shorter rows or a loss in pieces: {human_bytes(activations)} are "
         "activations, the output layer and the loss"
     )
 
@@ -146,12 +147,12 @@ _SOMETHING_ELSE = (
     "the changed file is not planned as it was meant: another key or an override decides it, or this value is planned "
     "as another one, which a finding names"
 )
-_OTHER_BATCH = "the file does not say how many rows a batch has, so that the batch would be another one"
+_OTHER_BATCH = "the file does not set the number of rows of a batch, so the batch size would change"
 _IN_SCRIPT = "the rows of a microbatch stand in the training script"
-_MIGRATED = "the file has no words for it before `composer-fsdp2 migrate`"
+_MIGRATED = "the file has no keys for it before `composer-fsdp2 migrate`"
 _CACHE = (
     "recomputed layers must fill no cache of keys and values, or they fail or train on wrong gradients: this package "
-    "sees to it by itself, other trainers need use_cache: false in the model's configuration"
+    "turns caches off, other trainers need use_cache: false in the model's configuration"
 )
 
 
@@ -163,11 +164,11 @@ def _first_problem(error: ComposerFSDP2Error) -> str:
 
 @dataclass(kw_only=True, slots=True)
 class _Editor:
-    """Writes settings into the file, and plans the changed file.
+    """Writes settings into the file, and plans the edited file.
 
     Args:
-        files: By settings, the file that has them.
-        unsaid: By the reason, the settings that were impossible.
+        files: Settings -> the edited file.
+        unsaid: Reason -> settings that are impossible.
     """
 
     run: PreflightRun
@@ -187,13 +188,13 @@ class _Editor:
         return present_settings(self.run.plan, self.run.microbatch_size)
 
     def rate(self, settings: Settings) -> Candidate | None:
-        """The plan of the changed file; None, and the reason in ``unsaid``, where there can be none."""
+        """The plan of the edited file; None if it is impossible, with the reason in ``unsaid``."""
         try:
             file = self._patched(settings)
-            run = self._read_anew(settings, file)
+            run = self._replan(settings, file)
             try:
                 found = self.candidate(settings, run)
-            except Exception as error:  # whatever a model's own code raises with other rows
+            except Exception as error:  # a model's code may raise any error for other row counts
                 raise ConfigError(f"its microbatch cannot be traced: {one_line(error)}") from error
         except ComposerFSDP2Error as error:
             changed = settings.changed_from(self.present)
@@ -203,7 +204,7 @@ class _Editor:
         self.files[settings] = file
         return found
 
-    def _read_anew(self, settings: Settings, file: PatchedFile) -> PreflightRun:
+    def _replan(self, settings: Settings, file: PatchedFile) -> PreflightRun:
         run = self.replan(file.after)
         if run.batch_rows != self.run.batch_rows:
             raise ConfigError(_OTHER_BATCH)
@@ -212,9 +213,8 @@ class _Editor:
         return run
 
     def candidate(self, settings: Settings, run: PreflightRun) -> Candidate:
-        """[Note: microbatches alike] All microbatches between the first and the last take the same memory and send the
-        same bytes: three stand for any number.
-        """
+        """[Note: microbatches alike] All microbatches between the first and the last use the same memory and send the
+        same bytes, so three represent any number."""
         key = (run.plan.checkpointed, run.plan.config.activation_checkpointing, run.computed_rows)
         if key not in self.traces:
             self.traces[key] = run.trace()
@@ -229,7 +229,7 @@ class _Editor:
 
     def suggestion(self, candidate: Candidate) -> Suggestion:
         settings, file = candidate.settings, self.files[candidate.settings]
-        # By FSDP's own key, with which transformers' Trainer leaves caches on; with its own it turns them off.
+        # FSDP's own key leaves caches on in transformers' Trainer; the Trainer's key turns them off.
         fills_cache = self.dialect != "composer" and any(
             each.key.endswith("activation_checkpointing") and each.after is True for each in file.changes
         )

@@ -297,7 +297,7 @@ ODD: dict[str, tuple[list[Any], dict[str, str], str]] = {
     "ranks that nothing says": (
         ["odd.yaml", "--model-config", "config.json"],
         {"odd.yaml": "fsdp_config: {}\n"},
-        "how many ranks are there? --world-size says it",
+        "the number of ranks is not known; set --world-size",
     ),
     "no ranks": (["run.yaml", *SIZES, "--world-size", 0], {}, "world size 0"),
     "ranks for ever": (["run.yaml", *SIZES, "--world-size", 10**30], {}, "the number of ranks, from 1 to 1048576"),

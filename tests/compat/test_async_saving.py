@@ -334,6 +334,6 @@ def test_a_rank_with_a_slow_disk():
     with impatient(1.0):
         pending.start()
         pending.finish()
-        checkpoint_saver._account_for(saver, None, slow, mock.Mock(fsdp_sharded_state_dict_enabled=True))
+        checkpoint_saver._finish_save(saver, None, slow, mock.Mock(fsdp_sharded_state_dict_enabled=True))
     done.assert_called_once()
     saver._rotate_checkpoints.assert_called_once()

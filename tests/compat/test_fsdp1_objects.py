@@ -389,7 +389,7 @@ def test_isinstance():
         get_optimizer_state_dict(model, torch.optim.SGD(model.parameters(), lr=0.1))
         assert accelerate.utils.extract_model_from_parallel(root) is root
         if dist.get_rank() == 0:
-            with pytest.raises(RuntimeError, match="write `if` for `while`"):
+            with pytest.raises(RuntimeError, match="replace `while` by `if`"):
                 unwrapped(root)
         # FSDP1's own objects are still instances of FSDP1
         theirs = FSDP(nn.Linear(3, 4), device_id=torch.device("cpu"), use_orig_params=True)
@@ -418,7 +418,7 @@ def test_isinstance():
 
 def check_plain_save(folder: str) -> list[str]:
     from composer_fsdp2.compat import fsdp2
-    from composer_fsdp2.fsdp1.attributes import say_what_replaces
+    from composer_fsdp2.fsdp1.attributes import log_replacement
 
     lines: list[str] = []
     handler = logging.Handler()
@@ -426,7 +426,7 @@ def check_plain_save(folder: str) -> list[str]:
     model, _ = model_and_optimizer(by_us)
     log = logging.getLogger("composer_fsdp2")
     log.addHandler(handler)
-    say_what_replaces.cache_clear()  # an earlier test may have logged it
+    log_replacement.cache_clear()  # an earlier test may have logged it
     with fsdp2():  # torch.save is a name in a module that the oracle's FSDP2 does not patch
         torch.save({"model": get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))}, io.BytesIO())
         torch.distributed.checkpoint.save({"model": model.state_dict()}, checkpoint_id=folder)

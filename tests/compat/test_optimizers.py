@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_fsdp2 import prepare_fully_shard
 from composer_fsdp2.compat import optimizers as compat_optimizers
-from composer_fsdp2.compat.optimizers import update_own_parts
+from composer_fsdp2.compat.optimizers import update_local_shards
 
 pytestmark = pytest.mark.foundry
 
@@ -113,7 +113,7 @@ def train(make: Callable[..., torch.optim.Optimizer], moment: str | None = None)
                 optimizer.step()
             num_dispatched.append(mode.count)
             if moment:
-                update_own_parts(optimizer)  # as a Trainer that uses it later
+                update_local_shards(optimizer)  # as a Trainer that uses it later
     return left_by(model, optimizer), num_dispatched
 
 
@@ -150,7 +150,7 @@ def test_gradients_that_lie_otherwise(folder: str):
         for change in (lambda gradient: gradient, unsharded):
             model = sharded()
             optimizer = make(model.parameters())
-            update_own_parts(optimizer)
+            update_local_shards(optimizer)
             give_gradients(model, 1, change)
             optimizer.step()
             left.append([value.to_local() for value in model.parameters() if isinstance(value, DTensor)])
@@ -165,7 +165,7 @@ def test_lion_updates_many_at_once_in_bounded_memory(folder: str):
     make = optimizers()["lion"]
     expected, _ = train(make)
     with (
-        mock.patch.object(compat_optimizers._Waiting, "MAX_BYTES", 1),
+        mock.patch.object(compat_optimizers._PendingUpdates, "MAX_BYTES", 1),
         mock.patch.object(compat_optimizers, "lion_", wraps=compat_optimizers.lion_) as update,
     ):
         found, _ = train(make, "after sharding")
@@ -183,7 +183,7 @@ def test_a_step_that_an_error_ended_leaves_lion_no_updates(folder: str):
     def stepped(*, after_an_error: bool) -> list[Any]:
         model = sharded()
         optimizer = optimizers()["lion"](model.parameters())
-        update_own_parts(optimizer)
+        update_local_shards(optimizer)
         if after_an_error:
             give_gradients(model, 0)
             *_, last = optimizer.param_groups[0]["params"]

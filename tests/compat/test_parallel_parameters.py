@@ -1,7 +1,7 @@
 """Algorithms and callbacks that read and write all parameters, with expert parallelism or tiled MLPs, compared with one
 process.
 
-With tensor parallelism: ``test_tensor.py``.
+Beside split layers: ``test_tensor_parallel.py``.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torch import nn
 
 from composer_fsdp2 import ShardingConfig, UnsupportedError, plan_sharding
 from composer_fsdp2.config.wrap import Wrap, WrapKind
-from composer_fsdp2.fsdp1.towers import towers
+from composer_fsdp2.fsdp1.modality_towers import find_towers
 
 pytestmark = [pytest.mark.composer, pytest.mark.foundry]
 
@@ -30,11 +30,11 @@ def test_units_in_a_tower_are_told(folder: str):
 
     def check(model_of: Any, tower: str, first: str, layer: str) -> None:
         model = model_of()
-        assert towers(dict(model.named_modules())) == [tower]
+        assert find_towers(dict(model.named_modules())) == [tower]
         ends = Wrap(kind=WrapKind.CLASSES, embeddings=True, output=True)
         for wrap in (AUTO, ends):
             [note] = notes_of(model, wrap)
-            assert f"units in {tower} (" in note and f"does not enter: {tower}.{first} and 1 more. Unless" in note
+            assert f"units in {tower} (" in note and f"does not use: {tower}.{first} and 1 more. Unless" in note
             assert note.endswith(f"for any batch, too: transformer_layer_cls_to_wrap: [{layer}]")
         by_size = Wrap(kind=WrapKind.SIZE, min_num_params=1000)
         assert any(f"units in {tower} (" in note for note in notes_of(model, by_size))
@@ -58,14 +58,14 @@ def test_what_trains_in_a_tower_alone_is_told(folder: str):
         return plan_sharding(llava(), ShardingConfig(wrap=layers, freeze=frozen)).notes
 
     [note] = notes("model.vision_tower", *text)
-    assert note.startswith("all that is trained in the unit around model.multi_modal_projector lies in parts")
+    assert note.startswith("all trained parameters of the unit around model.multi_modal_projector are in towers")
     assert not notes("model.vision_tower") and not notes("model.vision_tower", "model.multi_modal_projector", *text)
 
 
 @on_ranks(1)
 def test_layers_that_attend_to_images_are_towers(folder: str):
     """Text without an image skips them, like the vision tower."""
-    found = towers(dict(mllama().named_modules()))
+    found = find_towers(dict(mllama().named_modules()))
     assert found == ["model.vision_model", "model.language_model.model.layers.1"]
 
 
@@ -102,11 +102,11 @@ HAVE_EXPERTS = {"qwen2-moe", "switch"}
 def test_models_that_each_batch_runs_whole_are_not_warned_of(folder: str):
     """If every run of every model printed a warning, users would overlook the relevant one."""
     for name, model in models_without_towers().items():
-        assert towers(dict(model.named_modules())) == [], name
+        assert find_towers(dict(model.named_modules())) == [], name
         policies = [Wrap(kind=WrapKind.SIZE, min_num_params=size) for size in (1000, 3000)]
         for wrap in policies if name == "mpt" else [AUTO, *policies]:  # MPT names no classes
             told = warned_of(model, wrap)
-            is_expected = name in HAVE_EXPERTS and "makes experts units of their own" in "".join(told)
+            is_expected = name in HAVE_EXPERTS and "makes experts separate units" in "".join(told)
             assert not told or is_expected, (name, wrap, told)
 
 
@@ -114,5 +114,5 @@ def test_models_that_each_batch_runs_whole_are_not_warned_of(folder: str):
 def test_mpt_is_told_of_what_it_has(folder: str):
     """Its attributes choose units; a Dropout beside them is no unit."""
     [hook, attributes] = notes_of(mpt(), Wrap(kind=WrapKind.CLASSES, classes=("MPTBlock",)))
-    assert "fsdp_wrap_fn of model is not asked" in hook
+    assert "fsdp_wrap_fn of model is not called" in hook
     assert attributes.startswith("_fsdp_wrap on model.transformer.wte and 2 more takes precedence")

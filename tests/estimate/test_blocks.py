@@ -143,7 +143,7 @@ def test_blocks_in_unlike_surroundings_are_told_apart(name: str):
 def test_few_blocks_are_run():
     """A trace of a hundred blocks takes as long as one of three."""
     model = Chain(model=MODELS["two kinds by a switch"]())
-    [found] = find_blocks(model, plan_of(model), num_kept=3)
+    [found] = find_blocks(model, plan_of(model), num_per_kind=3)
     assert found.present == ("0", "1", "2", "3", "4", "7")
-    assert found.kept["10"] == "7"
-    assert found.kept["9"] == "3"
+    assert found.representatives["10"] == "7"
+    assert found.representatives["9"] == "3"

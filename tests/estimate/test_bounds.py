@@ -89,7 +89,7 @@ def test_what_is_not_given_bounds_nothing():
     assert (without_links.lower_s, without_links.intra_s, without_links.exposed_s) == (23, 0, 0)
     without_trace = step_bounds(STEP, None, MACHINE)
     assert (without_trace.compute_s, without_trace.mfu_at_most) == (0, None)
-    assert not Machine().says_anything and without_trace.unknown
+    assert not Machine().has_any_speed and without_trace.unknown
 
 
 def test_a_node_shares_its_network():

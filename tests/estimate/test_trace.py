@@ -16,7 +16,7 @@ from torch import nn
 from composer_fsdp2 import plan_sharding
 from composer_fsdp2.estimate.blocks import copy_with, find_blocks
 from composer_fsdp2.estimate.events import StepEvent
-from composer_fsdp2.estimate.trace import beside_outputs, run_traced, trace_microbatch
+from composer_fsdp2.estimate.trace import add_previous_outputs, run_traced, trace_microbatch
 from composer_fsdp2.sharding.dtypes import torch_dtype
 from composer_fsdp2.sharding.plan import ShardingPlan
 
@@ -135,7 +135,7 @@ SETTINGS = {
 def real(model: nn.Module, plan: ShardingPlan, loss: Any, precision: str) -> list[StepEvent]:
     """The same trace from tensors with data, of all blocks."""
     dtypes = {n: u.mixed_precision.param_dtype for u in plan.units for spec in u.parameters for n in spec.names}
-    lists = find_blocks(model, plan, num_kept=99)
+    lists = find_blocks(model, plan, num_per_kind=99)
 
     def unsharded(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, nn.Parameter):
@@ -151,7 +151,7 @@ def real(model: nn.Module, plan: ShardingPlan, loss: Any, precision: str) -> lis
             return loss(model, ROWS, TOKENS)
 
     traced = run_traced(copied, plan, compute, lists)
-    return [*beside_outputs(traced.events, plan, traced.held_bytes)]
+    return [*add_previous_outputs(traced.events, plan, traced.held_bytes)]
 
 
 def differences(first: list[StepEvent], second: list[StepEvent]) -> list[str]:

@@ -38,7 +38,7 @@ def ffn_split(model: Any) -> set[str]:
 def check_yaml(folder: str) -> None:
     torch.set_default_dtype(torch.float64)
     short = "max_duration=2ba"
-    log = logging.getLogger("composer_fsdp2.compat.tensor")  # logs the TP-sharded layers
+    log = logging.getLogger("composer_fsdp2.compat.tensor_parallel")  # logs the TP-sharded layers
     alone = train(FSDP2, YAML, folder, "alone", *GLU, short)
     for name, how in {"ffn": FFN, "auto": AUTO, "sequences": CONTEXT}.items():
         times: list[Any] = []

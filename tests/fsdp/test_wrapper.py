@@ -297,7 +297,7 @@ def test_an_error_leaves_the_module_as_it_was():
     assert [(name, type(module)) for name, module in net.named_modules()] == before
     net = Decoder(tied=True)
     net.embed = FSDP(net.embed, **CPU)
-    with pytest.raises(PlanError, match=r"the instance that was made before and holds .*weight"):
+    with pytest.raises(PlanError, match=r"the instance that was created before and contains .*weight"):
         FSDP(net, **CPU)
 
 

@@ -322,7 +322,7 @@ def test_hooks_and_policy_together():
         "model.trunk.norm": "_fsdp_wrap",
     }
     text = plan.explain()
-    assert "so the fsdp_wrap_fn of model is not asked" in text
+    assert "so the fsdp_wrap_fn of model is not called" in text
     assert "_fsdp_wrap on model.trunk.blocks.0 and 1 more takes precedence over wrap_policy" in text
 
 
@@ -363,7 +363,7 @@ def test_what_is_chosen_in_vain_is_told():
     plan = plan_of(model, kind=WrapKind.SIZE, min_num_params=10**6)
     assert [note for note in plan.notes if "wrap_policy" in note] == [
         "wrap_policy.min_num_params is 1,000,000, which makes no unit: no module below a direct child of the model "
-        "holds so many parameters, containers aside; give a smaller number"
+        "has so many parameters, containers aside; give a smaller number"
     ]
     assert not plan_of(model, kind=WrapKind.SIZE, min_num_params=20).notes
     # An overriding attribute is reported as such, and the unit that it adds is not reported as missing.

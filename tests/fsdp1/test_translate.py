@@ -639,7 +639,11 @@ def test_unit_settings(given: dict[str, Any], of_model: dict[str, Any], changed:
         ({"mixed_precision": "FULL", "mp_policy": MixedPrecisionPolicy()}, ConfigError, ["keep one"]),
         ({"cpu_offload": True, "offload_policy": CPUOffloadPolicy()}, ConfigError, ["offload_policy", "keep one"]),
         ({"mp_policy": "FULL"}, ConfigError, ["mp_policy", "MixedPrecisionPolicy"]),
-        ({"mixed_precision": "PURE"}, ConfigError, ["mixed_precision PURE stands for dtypes of the precision"]),
+        (
+            {"mixed_precision": "PURE"},
+            ConfigError,
+            ["PURE stands for dtypes that depend on the precision"],
+        ),
         ({"forward_prefetch": "yes"}, ConfigError, ["forward_prefetch", "true or false"]),
         ({"process_group": "sets2"}, ConfigError, ["process_group", "'sets2'", "'setK'"]),
         ({"process_group": "self", "mesh": None}, ConfigError, ["process_group", "keep one"]),

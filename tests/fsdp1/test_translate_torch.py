@@ -54,7 +54,7 @@ def test_a_device_mesh_that_cannot_be_used():
     assert config_of({"device_mesh": turned}).mesh.is_grouped
     assert "3 axes" in refused({"device_mesh": cubic})
     assert "on cpu, but the model's device is cuda" in refused({"device_mesh": two}, device="cuda")
-    assert "two ways to say one thing" in refused({"device_mesh": two, "data_parallel_shard_degree": 2})
+    assert "have the same meaning" in refused({"device_mesh": two, "data_parallel_shard_degree": 2})
     assert "world size is 8" in refused({"device_mesh": two}, world_size=8)
     assert "stopped taking lists in 0.24" in refused({"device_mesh": [2, 2]})
 

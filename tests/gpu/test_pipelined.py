@@ -49,10 +49,10 @@ def decoupled_adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     """DecoupledAdamW with the seams, as in the Trainer; on FSDP1's plain parameters, Composer's own."""
     from composer.optim import DecoupledAdamW
 
-    from composer_fsdp2.compat.optimizers import update_own_parts
+    from composer_fsdp2.compat.optimizers import update_local_shards
 
     optimizer = DecoupledAdamW(model.parameters(), lr=1e-3, weight_decay=1e-3)
-    update_own_parts(optimizer)
+    update_local_shards(optimizer)
     return optimizer
 
 

@@ -197,7 +197,7 @@ CASES: list[tuple[str, str, Patch, dict[str, str] | str]] = [
             "  model_args:\n    disable_gradient_checkpointing: true\n"
         },
     ),
-    (ROLL, "run.yaml", Patch(fields={"mesh": MeshSpec.of_degrees(1, 16)}), "fsdp_size 1 is all ranks"),
+    (ROLL, "run.yaml", Patch(fields={"mesh": MeshSpec.of_degrees(1, 16)}), "fsdp_size 1 means all ranks"),
     (ROLL, "run.yaml", Patch(fields={RESHARD: 3}), "does not divide the 16 ranks"),
     (ROLL, "run.yaml", Patch(fields=SECOND), "all layers or none"),
     (

@@ -49,7 +49,7 @@ CASES = {
     "no policy to recompute by": Case(
         file=AXOLOTL + "fsdp: full_shard\ngradient_checkpointing: true\nfsdp_config: {use_orig_params: true}\n",
         to="axolotl",
-        told={"gradient_checkpointing": (UNSUPPORTED, "where there is no policy")},
+        told={"gradient_checkpointing": (UNSUPPORTED, "fails without a policy")},
     ),
     "accelerate refuses a size-based policy without a size": Case(
         file=AXOLOTL + "fsdp: [shard_grad_op]\nfsdp_config: {fsdp_auto_wrap_policy: SIZE_BASED_WRAP}\n",

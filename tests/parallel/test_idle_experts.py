@@ -539,13 +539,11 @@ def test_experts_that_the_models_hooks_make_units():
     """Units chosen by the model's hooks are kept. A note warns that ranks may skip experts, and the key fixes that.
     Without expert units the key has no effect, and a note reports it."""
     [note] = plan_of(build(), {**IN_ORDER, "wrap_policy": {"transformer_layer_cls_to_wrap": ["Layer"]}}).notes
-    assert note.startswith("idle_experts is given, and no expert is a unit of its own, so it does nothing")
+    assert note.startswith("idle_experts has no effect, because no expert is a separate unit")
     model = build()
     model.decoder.fsdp_wrap_fn = lambda module: isinstance(module, Expert)
     [note] = plan_of(model, {}).notes
-    assert note.startswith(
-        "the model's hooks make experts units of their own: decoder.layers.0.moe.experts.0 and 9 more"
-    )
+    assert note.startswith("the model's hooks make experts separate units: decoder.layers.0.moe.experts.0 and 9 more")
     assert "set idle_experts: in_order" in note
     plan = plan_of(model, {"idle_experts": "in_order"})
     assert len(plan.expert_blocks) == 2 and not plan.notes

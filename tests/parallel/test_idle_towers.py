@@ -445,6 +445,4 @@ def test_keys_that_cannot_be_followed():
     with pytest.raises(PlanError, match=recomputed):
         plan_of(model, TOWERS | KEPT)
     [note] = plan_of(build(), {"idle_towers": ["model.vision"]}).notes
-    assert note.startswith(
-        "idle_towers is given, and no unit lies in a part that a batch may not enter, so it does nothing"
-    )
+    assert note.startswith("idle_towers has no effect, because no tower contains a unit")

@@ -15,7 +15,7 @@ from composer_fsdp2.estimate.bounds import GPUS
 from composer_fsdp2.estimate.events import Hook
 from composer_fsdp2.estimate.plan_text import bounds_table, human_count
 from composer_fsdp2.migration.dialect import Section
-from composer_fsdp2.preflight.batch_words import batch_keys
+from composer_fsdp2.preflight.batch_keys import batch_keys
 from composer_fsdp2.preflight.planned import Questions, plan_step
 from composer_fsdp2.preflight.preflight_run import PreflightRun
 from composer_fsdp2.preflight.read_run import read_run

@@ -21,8 +21,8 @@ from composer_fsdp2.estimate.seconds import step_seconds
 from composer_fsdp2.estimate.suggest import MAX_TRIED
 from composer_fsdp2.migration.migrate import find_sections
 from composer_fsdp2.migration.patched_file import Patch, apply_patch
-from composer_fsdp2.preflight.batch_words import batch_keys
-from composer_fsdp2.preflight.left_alone import left_alone
+from composer_fsdp2.preflight.batch_keys import batch_keys
+from composer_fsdp2.preflight.fixed_settings import fixed_settings
 from composer_fsdp2.preflight.planned import Questions, plan_step
 from composer_fsdp2.preflight.preflight_run import PreflightRun
 from composer_fsdp2.preflight.read_run import read_run
@@ -201,7 +201,7 @@ def test_no_file_by_hand_is_faster(tmp_path: Path):
     said = {each.what: each.reason for each in nothing.unsaid}
     assert said["microbatch_size = 1"] == "--microbatch gives them"
     assert any("replicas" in what for what in said)
-    with pytest.raises(ConfigError, match="says nothing of sharding"):
+    with pytest.raises(ConfigError, match="does not configure sharding"):
         suggested(tmp_path / "config.json", given, now, peaks[0])
 
 
@@ -273,12 +273,12 @@ ASKED: dict[str, tuple[str, str, dict[str, str]]] = {
     "auto": (
         "mpt.yaml",
         YAML.read_text().replace("microbatch_size: 4", "microbatch_size: auto"),
-        {"microbatch_size": "leaves them to auto"},
+        {"microbatch_size": "the file sets auto"},
     ),
     "layers that nobody splits yet": (
         "run.yaml",
         "tp_config: {strategy: mine, tensor_parallel_degree: 2}\nfsdp_config: {sharding_strategy: FULL_SHARD}\n",
-        {"microbatch_size": "asks for a decision first", "replicas": "asks for a decision first"},
+        {"microbatch_size": "needs a decision first", "replicas": "needs a decision first"},
     ),
 }
 LEFT_ALONE: dict[str, tuple[str, str, dict[str, str]]] = {
@@ -295,7 +295,7 @@ LEFT_ALONE: dict[str, tuple[str, str, dict[str, str]]] = {
     "a batch that the file does not say": (
         "run.yaml",
         "device_train_microbatch_size: 8\nfsdp_config: {sharding_strategy: FULL_SHARD}\n",
-        {"microbatch_size = 1": "does not say how many rows a batch has"},
+        {"microbatch_size = 1": "does not set the number of rows of a batch"},
     ),
     "another training system": (
         "run.yaml",
@@ -314,7 +314,7 @@ def test_what_would_change_the_run_is_not_proposed(what: str, tmp_path: Path):
     file.write_text(text)
     given = how(tmp_path, name)
     if what in ASKED:
-        said = left_alone(read_run(file, **given))
+        said = fixed_settings(read_run(file, **given))
     else:
         run, now = read_and_planned(file, given)
         found = suggested(file, given, (run, now), round(0.8 * now.estimate.peak_bytes))

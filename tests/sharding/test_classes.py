@@ -95,10 +95,7 @@ def test_the_policy_takes_the_place_of_the_models_function():
     plan = plan_of(Model(), "Linear")
     assert plan.checkpointed[:2] == ("decoder.blocks.0.fc_in", "decoder.blocks.0.fc_out")
     assert "decoder.blocks.0" not in plan.checkpointed
-    note = (
-        "activation_checkpointing_policy takes the place of the activation_checkpointing_fn of decoder, which is not "
-        "asked"
-    )
+    note = "activation_checkpointing_policy replaces the activation_checkpointing_fn of decoder, which is not called"
     assert note in plan.notes and note in plan.explain()
     assert not plan_of(layers(), "Block").notes
     hooked = plan_sharding(Model(), ShardingConfig(activation_checkpointing=ActivationCheckpointing(checkpoint=True)))
@@ -111,10 +108,10 @@ def test_a_class_that_is_chosen_in_vain_is_told():
     model.left._fsdp_wrap = False
     plan = plan_of(model, "Block", "Linear")
     assert plan.checkpointed == ("net",)
-    assert [note for note in plan.notes if "names Block, and none is chosen" in note]
+    assert [note for note in plan.notes if "names Block, but none is selected" in note]
     # A container has no forward to run again.
     plan = plan_of(Model(), "ModuleList")
-    assert plan.checkpointed == () and any("names ModuleList, and none is chosen" in note for note in plan.notes)
+    assert plan.checkpointed == () and any("names ModuleList, but none is selected" in note for note in plan.notes)
 
 
 def test_which_modules_are_chosen():

@@ -21,7 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from composer_fsdp2 import begin_microbatch, prepare_fully_shard
 from composer_fsdp2.estimate._torch.counting import Collectives, StateBytes
-from composer_fsdp2.preflight.batch_words import Batches
+from composer_fsdp2.preflight.batch_keys import Batches
 from composer_fsdp2.preflight.planned import Questions, plan_step
 from composer_fsdp2.preflight.planned_model import Training, built, planned_run
 from composer_fsdp2.preflight.preflight_run import OptimizerChoice, PreflightRun
@@ -221,7 +221,7 @@ def qwen3_moe() -> nn.Module:
 def mpt(**options: Any) -> nn.Module:
     from llmfoundry.models import ComposerMPTCausalLM
 
-    import composer_fsdp2.compat.context  # noqa: F401  registers its context parallelism
+    import composer_fsdp2.compat.context_parallel  # noqa: F401  registers its context parallelism
 
     return ComposerMPTCausalLM(
         d_model=WIDTH, n_heads=4, n_layers=4, expansion_ratio=4, max_seq_len=TOKENS, vocab_size=VOCABULARY,

@@ -91,7 +91,7 @@ _SLOW = (
     "DecoupledSGDW", "NoOp",
     # tests/compat compares them with the same references: test_steps.py,
     "GradientClipping (adaptive)", "GradientClipping (norm)", "DecoupledAdamW",
-    # test_tensor.py, test_preflight.py and test_monitors.py.
+    # test_tensor_parallel.py, test_preflight.py and test_monitors.py.
     "SAM", "ExportForInferenceCallback", "SWA", "OptimizerMonitor", "DecoupledAdaLRLion", "DecoupledClipLion",
 )  # fmt: skip
 _EPOCHS = {"duration": "2ep", "batch": 16, "microbatch": 16}

@@ -9,7 +9,7 @@ from typing import Any
 from composer_fsdp2.config.findings import Finding, Outcome
 from composer_fsdp2.config.rows import POSITIVE_INT, Row, idle, takes_if
 from composer_fsdp2.fsdp1.parsing import PRECISIONS
-from composer_fsdp2.fsdp1.policy_words import AUTO
+from composer_fsdp2.fsdp1.policy_values import AUTO
 from composer_fsdp2.migration.dialect import Section, implicit
 from composer_fsdp2.migration.effective import Effective
 from composer_fsdp2.migration.interpolated import has_interpolation
@@ -194,10 +194,10 @@ _TENSOR_CASES = cases(
     case(lambda given, around: not _TENSOR.fits(given), Outcome.NEEDS_DECISION,
         reason=f"it takes {_TENSOR.text}, a number from 1 on"),
     case(lambda given, around: given.get(_DEGREE, 1) == 1, Outcome.UNNEEDED,
-        reason="one rank, as where no degree is given, splits no layer; Composer turns it off"),
+        reason="degree 1, the default, splits no layer; Composer disables it"),
     case(lambda given, around: given.get("strategy") == "ffn", Outcome.APPROXIMATE,
-        reason="FSDP1 trained the ranks that split a layer apart, each on data of its own; here they train as one "
-        "process does, on what all of them read; the gate_proj of a GLU is split as well",
+        reason="FSDP1 trained the ranks that share a layer separately, each on its own data; here they train like one "
+        "process, on the data of all of them; the gate_proj of a GLU is split as well",
         hint="broadcast_batch: first, if they read the same"),
 )
 BESIDE_ROWS: tuple[Row, ...] = (
@@ -209,15 +209,15 @@ BESIDE_ROWS: tuple[Row, ...] = (
         reason="layers are split by the same plan, before the model is sharded",
         hint="the ranks that split a layer must read one batch: they compare it, and broadcast_batch lets them share "
         "what they read",
-        elsewhere="plain Composer 0.32.1's FSDP2 fails with it if there is an optimizer"),
+        elsewhere="plain Composer 0.32.1's FSDP2 fails with it and an optimizer"),
     Row(name="deepspeed_config", group=BESIDE, outcome=Outcome.UNSUPPORTED,
-        reason="DeepSpeed instead of FSDP; Composer's Trainer has had no such argument since 0.28",
+        reason="DeepSpeed instead of FSDP; Composer's Trainer has no such argument from 0.28 on",
         hint="remove it; its ZeRO stage 3 is sharding_strategy FULL_SHARD, stage 2 SHARD_GRAD_OP"),
     Row(name="fsdp_auto_wrap", group=BESIDE, outcome=Outcome.NEEDS_DECISION, neutral=(True,),
         reason="the script wrapped the model itself (Composer's Trainer took it from 0.14 to 0.25)",
         hint="remove it, and the Trainer shards the model; or let the script call prepare_fully_shard before"),
     Row(name="grad_accum", group=BESIDE, outcome=Outcome.NEEDS_DECISION,
-        reason="Composer's Trainer has had no such argument since 0.14",
+        reason="Composer's Trainer has no such argument from 0.14 on",
         hint="device_train_microbatch_size: the batch of one rank divided by it"),
 )
 # fmt: on
@@ -305,8 +305,8 @@ def set_by_foundry(model: Given, given: Given) -> dict[str, Finding]:
 _IN_PARALLELISM_CONFIG = implicit(
     "parallelism_config",
     Outcome.UNNEEDED,
-    "Composer's Trainer has taken no argument fsdp_config since 0.26; a script hands the section over in "
-    "parallelism_config, LLM Foundry does so by itself",
+    "Composer's Trainer has no argument fsdp_config from 0.26 on; a script passes the section in parallelism_config, "
+    "as LLM Foundry does",
     value="fsdp_config",
     target="parallelism_config={'fsdp': ...}",
 )
@@ -321,16 +321,16 @@ _IMPLICIT: tuple[tuple[Callable[[Given, Given], bool], Finding], ...] = (
         value="BACKWARD_POST", target="FSDP2's own prefetch")),
     (lambda given, around: given.get("mixed_precision", "DEFAULT") != "FULL",
         implicit("casting of inputs and buffers", Outcome.EXACT,
-        "as FSDP1 did; FSDP2 by itself casts each unit's inputs, and no buffer, which plain Composer leaves so",
+        "as in FSDP1; FSDP2's default, also in plain Composer, casts each unit's inputs, and no buffer",
         target="inputs cast at roots only, buffers cast")),
     (lambda given, around: "state_dict_type" not in given,
         implicit("state_dict_type", Outcome.EXACT,
         "checkpoints are full ones, as FSDP1's were by default; plain Composer's FSDP2 saves sharded ones",
-        "say state_dict_type: full to have it there, too",
+        "set state_dict_type: full for full checkpoints there, too",
         value="full", target="state_dict_type: full")),
     (lambda given, around: given.get("wrap_policy") is None,
         implicit("wrapping", Outcome.EXACT,
-        "the same modules become units, each around its own checkpointing as under FSDP1; plain Composer puts the "
+        "the same modules are units, each outside its own checkpointing as in FSDP1; plain Composer applies "
         "checkpointing outside",
         target="the model's fsdp_wrap_fn, _fsdp_wrap and activation_checkpointing_fn")),
     (lambda given, around: clipping_of(around).get("clipping_type") == "value",

@@ -217,8 +217,7 @@ def _unknown(name: Any, value: Any) -> Finding:
         key=str(name),
         value=value,
         outcome=Outcome.NEEDS_DECISION,
-        reason="YAML does not read this key as text, so that no argument of Composer's FSDPConfig can have it as its "
-        "name",
+        reason="YAML does not read this key as text, so it cannot be the name of an argument of Composer's FSDPConfig",
         hint="remove it",
         known=False,
     )

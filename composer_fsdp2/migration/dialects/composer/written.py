@@ -9,9 +9,9 @@ from typing import Any
 from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.config.sharding import ActivationCheckpointing, GradientDtype, MixedPrecision
 from composer_fsdp2.fsdp1.keys import KEYS, KEYS_BY_NAME, Key, KeyGroup
-from composer_fsdp2.fsdp1.parallel_words import idle_towers_words, tiled_words
-from composer_fsdp2.fsdp1.parsing import BackwardPrefetch, GivenPrecision, mixed_precision_of
-from composer_fsdp2.fsdp1.policy_words import checkpointed_words, freeze_words, wrap_policy_words
+from composer_fsdp2.fsdp1.parallel_values import idle_towers_value, tiled_mlp_value
+from composer_fsdp2.fsdp1.parsing import BackwardPrefetch, NamedPrecision, mixed_precision_of
+from composer_fsdp2.fsdp1.policy_values import checkpointed_value, freeze_value, wrap_policy_value
 from composer_fsdp2.migration.lens import Lens, Limitation, limits, unless
 from composer_fsdp2.migration.run import RunConfig
 
@@ -36,7 +36,7 @@ def _mixed_precision(run: RunConfig) -> str | dict[str, str]:
     asked = run.config.mixed_precision
     dtypes = {name: getattr(asked, name) for name in ("param_dtype", "reduce_dtype", "buffer_dtype")}
     for word in ("FULL", "DEFAULT", "PURE"):
-        if mixed_precision_of(GivenPrecision(word), run.precision) == MixedPrecision(**dtypes):
+        if mixed_precision_of(NamedPrecision(word), run.precision) == MixedPrecision(**dtypes):
             return word
     return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
 
@@ -66,12 +66,12 @@ def _field_of(row: Key) -> Write:
 
 # Conversion of these keys' fields to their values in a file; other systems have keys for these fields, too.
 CONVERTED: Mapping[str, Callable[[Any], Any]] = {
-    "wrap_policy": wrap_policy_words,
-    "activation_checkpointing_policy": checkpointed_words,
-    "freeze": freeze_words,
-    "train_only": freeze_words,
-    "tiled_mlp": tiled_words,
-    "idle_towers": idle_towers_words,
+    "wrap_policy": wrap_policy_value,
+    "activation_checkpointing_policy": checkpointed_value,
+    "freeze": freeze_value,
+    "train_only": freeze_value,
+    "tiled_mlp": tiled_mlp_value,
+    "idle_towers": idle_towers_value,
 }
 
 
@@ -143,7 +143,7 @@ LIMITS: tuple[Limitation, ...] = (
         "converts (torchao's, MS-AMP's) are plain ones here",
         hint="precision: amp_bf16 computes in bfloat16; LLM Foundry's fc_type: te makes Transformer Engine's layers"),
     limits(_APPROXIMATE, "mixed_precision.output_dtype",
-        reason="units give what they compute, as under FSDP1; {value} was asked for",
+        reason="units do not cast their outputs, as in FSDP1; {value} was requested",
         hint="in a script, mixed_precision can be torch's MixedPrecisionPolicy(output_dtype=...)"),
     limits(_APPROXIMATE, "sync_module_states",
         target="sync_module_states", reason="without the key no values are sent; true sends rank 0's always",
@@ -167,8 +167,8 @@ LIMITS: tuple[Limitation, ...] = (
         hint="wrap_policy.moe_experts, with idle_experts: in_order, gathers one expert at a time, else all of a "
         f"layer's are; {_STACKED}"),
     limits(_NEEDS_DECISION, "tiled_mlp.chunks", target="tiled_mlp",
-        reason="the file does not name the classes of the MLPs, so that they are computed in one piece: the same "
-        "numbers, and more memory in long sequences",
+        reason="the file does not name the classes of the MLPs, so they are not tiled: the same numbers, and more "
+        "memory in long sequences",
         hint="set tiled_mlp: {classes: [the class of the model's MLPs], chunks: {value}}"),
     limits(_NEEDS_DECISION, "max_grad_norm", target="algorithms: {gradient_clipping: ...}",
         reason="a run whose gradients are clipped to a norm of {value} trains nothing, or in the wrong direction",

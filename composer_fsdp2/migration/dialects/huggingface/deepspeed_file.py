@@ -95,7 +95,7 @@ _RULES: tuple[_Rule, ...] = (
         "the script decides the dtype, as before", ""),
     (lambda json, key, value: value == "auto" and key.endswith(".enabled"), Outcome.NEEDS_DECISION,
         "auto leaves the dtype to the script (a Trainer's bf16 or fp16, Accelerator's mixed_precision)",
-        "write true in place of auto for the dtype of the run, or false for float32"),
+        "write true instead of auto for the dtype of the run, or false for float32"),
     (lambda json, key, value: key.startswith("fp16.") and json.at("fp16.enabled") is not True, _IDLE,
         "a detail of fp16, which is not on", ""),
     (lambda json, key, value: key.startswith("fp16."), _NEAR, "torch's GradScaler scales the loss, dynamically", ""),
@@ -109,12 +109,12 @@ _RULES: tuple[_Rule, ...] = (
         "auto: a Trainer's max_grad_norm, or 1 with accelerate alone", ""),
     (lambda json, key, value: key == "optimizer" and _is_scripts(value), _NEAR,
         "AdamW with the script's own numbers (auto)",
-        "a Trainer makes it by itself; in place of accelerate's DummyOptim make torch.optim.AdamW"),
+        "a Trainer creates it; replace accelerate's DummyOptim by torch.optim.AdamW"),
     (lambda json, key, value: True, Outcome.NEEDS_DECISION, "DeepSpeed reads it here, and FSDP2 has no such setting",
         "set up in the new run what it does, and remove it"),
 )
 _TRAINERS_RULE: _Rule = (lambda json, key, value: key in _OF_TRAINERS, _IDLE,
-    "the Trainer's own argument holds, and must agree with it", "")
+    "the Trainer's own argument takes precedence, and must agree with it", "")
 _NO_CLIPPING = implicit("gradient clipping", Outcome.EXACT,
     "DeepSpeed clips nothing without gradient_clipping, whatever max_grad_norm", target="max_grad_norm: 0")
 _SYNC = implicit("gradient_sync", Outcome.EXACT, "stages 2 and 3 reduce gradients in each microbatch",
@@ -267,7 +267,7 @@ def _naming(document: Document, path: Path, refused: Sequence[str] = ()) -> Find
         value=value_at(document.values, path),
         outcome=Outcome.NEEDS_DECISION if refused else Outcome.EXACT,
         reason=f"accelerate refuses {', '.join(refused)} beside it" if refused else "its settings are read there",
-        hint="remove them: the settings of the file hold" if refused else "",
+        hint="remove them: the settings of the file take precedence" if refused else "",
         where=f"{document.name}:{nearest_line(document, path)}",
     )
 

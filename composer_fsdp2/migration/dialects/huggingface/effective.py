@@ -35,8 +35,8 @@ from composer_fsdp2.migration.dialects.huggingface.values import (
     TRANSFORMERS,
     X1,
     X2,
+    FsdpOptions,
     Reader,
-    Words,
 )
 
 # Trainer arguments that are set elsewhere. A Trainer ignores them in a file of fsdp_config keys, where the migration
@@ -134,7 +134,7 @@ def effective_config(values: Mapping[str, Any], reader: Reader, *, is_file: bool
         is_file: Whether the section is a whole file, in which accelerate accepts only keys that it knows.
     """
     settings: dict[str, Any] = {row.name: row.defaults.get(reader) for row in ROWS}
-    settings["fsdp"] = Words()
+    settings["fsdp"] = FsdpOptions()
     given = given_keys(values, reader, is_file=is_file)
     config = EffectiveConfig(reader=reader, given=given, around=values, settings=settings)
     for each in given:

@@ -405,7 +405,7 @@ def _unread(usual: Finding, given: GivenKey, row: Key, config: EffectiveConfig) 
     is_doubled = reader in row.read_by and not is_inert and config.key_of(row.name) not in (None, given.key)
     reason = f"{config.key_of(row.name)} says it again" if is_doubled else f"{reader.value} does not read it here"
     if error is None and (row.outcome is Outcome.UNNEEDED or _is_in_effect(setting, config.parsed[given.key], config)):
-        return idle(usual, f"{reason}, and what it says held all the same")
+        return idle(usual, f"{reason}, but its value was in effect anyway")
     way = f"{DEGREES_PREFIX}{row.name}" if row.group == DEGREES else row.instead.get(reader, "")
     held = config[setting]
     in_effect = "the key was ignored" if held in (None, "", (), []) else f"{_word(held)} was in effect"
@@ -421,7 +421,7 @@ def _unread(usual: Finding, given: GivenKey, row: Key, config: EffectiveConfig) 
         reason = "axolotl passes it on from 0.12 on; before"
     how = f" (as {way})" if way else ""
     return undecided(
-        usual, f"{reason}: {in_effect}", f"as trained: remove it; as written: say it where it is read{how}"
+        usual, f"{reason}: {in_effect}", f"as trained: remove it; as written: set it where it is read{how}"
     )
 
 
@@ -479,8 +479,7 @@ _IMPLICIT: Sequence[_Rule] = (
     (TRAINERS, lambda config: is_bare(config.around) and config.key_of("bf16", "fp16") is None,
         implicit("precision", Outcome.APPROXIMATE,
         "no dtype stands in such a file; without one the run is in float32",
-        "where the command or the script says bf16 or fp16, write it here, where a Trainer passes over it: "
-        "bf16: true")),
+        "if the command or the script sets bf16 or fp16, write it here, where a Trainer ignores it: bf16: true")),
     ((AD,), lambda config: True, implicit("units", Outcome.APPROXIMATE,
         "DeepSpeed gathers parameters as modules need them, and has no units; here each layer that the model names is "
         "one", "fsdp_config.wrap_policy can name others", target="the classes of the model's _no_split_modules")),
@@ -490,16 +489,16 @@ _IMPLICIT: Sequence[_Rule] = (
     ((AD,), lambda config: True, implicit("sync_module_states", Outcome.EXACT,
         "DeepSpeed sends rank 0's values to all others", target="sync_module_states: true")),
     ((AD,), lambda config: True, implicit("optimizer", Outcome.APPROXIMATE,
-        "DeepSpeed's checkpoints are in a layout of its own, which composer_fsdp2 does not read: resume from weights "
-        "(zero_to_fp32.py writes them), and with a new optimizer's state", target="")),
+        "composer_fsdp2 does not read the layout of DeepSpeed's checkpoints: resume from weights (zero_to_fp32.py "
+        "writes them), with a new optimizer state", target="")),
     ((AD,), lambda config: config.key_of("gradient_clipping") is None, implicit("gradient clipping", Outcome.EXACT,
         "without a norm, or with auto, accelerate has DeepSpeed clip gradients to a norm of 1", value=1.0,
         target="gradient clipping")),
     (_FSDP1, lambda config: config["mixed_precision"] != "no", implicit("casting of inputs and buffers", Outcome.EXACT,
-        "FSDP1 cast the root's inputs only, and buffers; FSDP2 by itself casts each unit's inputs, and no buffer",
+        "FSDP1 cast the root's inputs only, and buffers; FSDP2's default casts each unit's inputs, and no buffer",
         "cast_forward_inputs: false and buffer_dtype keep it so", target="cast_root_inputs, buffer_dtype")),
     (_FSDP1, lambda config: config.key_of("backward_prefetch") is None, implicit("backward_prefetch", Outcome.EXACT,
-        "Hugging Face prefetched no unit in backward; FSDP2 by itself prefetches one",
+        "Hugging Face prefetched no unit in backward; FSDP2's default prefetches one",
         "leave the prefetch to FSDP2 for speed, at the price of one more unit in memory",
         target="prefetch in backward: none")),
     (_FSDP1, lambda config: config.key_of("state_dict_type") is None, implicit("state_dict_type", Outcome.EXACT,
@@ -510,20 +509,20 @@ _IMPLICIT: Sequence[_Rule] = (
         target="sync_module_states: true")),
     (_FSDP1, lambda config: _leaves_wrapping_open(config) and wrap_of(config).kind is WrapKind.ROOT,
         lambda config: implicit("wrapping", Outcome.EXACT,
-        "no wrapping was asked for, so that all parameters were gathered at once",
+        "no wrapping was set, so all parameters were gathered at once",
         f"{_WAYS_TO_WRAP[config.reader]} makes each layer a unit, and memory much smaller",
         target="the whole model is one unit")),
     (_FSDP1, lambda config: _leaves_wrapping_open(config) and wrap_of(config) == Wrap(kind=WrapKind.CLASSES),
         implicit("transformer_layer_cls_to_wrap", Outcome.EXACT,
-        "the model itself names the classes that become units",
+        "the model's _no_split_modules are the units",
         target="the classes of the model's _no_split_modules")),
     (_FSDP1, lambda config: syncs(config["accelerator_config"], config) is GradientSync.LAST,
         implicit("gradient_sync", Outcome.EXACT,
-        "of several microbatches a Trainer reduces gradients in the last one only, and holds unsharded ones until then",
+        "a Trainer reduces gradients only in the last of several microbatches, and stores unsharded ones until then",
         "gradient_sync: every spares that memory, and communicates more", target="gradient_sync: last")),
     (tuple(Reader), _bits, lambda config: implicit(_QUANTIZED, Outcome.UNSUPPORTED,
-        "bitsandbytes' weights lose their quantization in fully_shard, for which axolotl has a patch of its own "
-        "and composer_fsdp2 none: the base model needs several times the memory, and computes other numbers",
+        "bitsandbytes' weights lose their quantization in fully_shard, which axolotl patches and composer_fsdp2 does "
+        "not: the base model needs several times the memory, and computes other numbers",
         "load the base model in bfloat16, and remove load_in_4bit and load_in_8bit", value=f"{_bits(config)} bits")),
     ((X1, X2), lambda config: any("spectrum" in str(each).lower() for each in config.around.get("plugins") or ()),
         implicit(_TRAINED, Outcome.NEEDS_DECISION,

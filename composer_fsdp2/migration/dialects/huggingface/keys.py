@@ -29,6 +29,7 @@ from composer_fsdp2.migration.dialects.huggingface.values import (
     DTYPES,
     FLAG,
     FSDP2,
+    FSDP_OPTIONS,
     LAUNCHERS,
     NAMES,
     NORM,
@@ -54,12 +55,11 @@ from composer_fsdp2.migration.dialects.huggingface.values import (
     TRANSFORMERS,
     TRUTH,
     VERSION,
-    WORDS,
     X1,
     X2,
     Reader,
     everywhere,
-    is_word_for_false,
+    means_false,
 )
 from composer_fsdp2.migration.lens import Lens, as_is, case, cases
 from composer_fsdp2.migration.run import Wrap, WrapKind
@@ -98,7 +98,7 @@ class GivenKey:
     @property
     def is_off(self) -> bool:
         """Whether the value switches the feature off, in quotes or not."""
-        return self.row is not None and self.row.takes in SWITCHES and is_word_for_false(self.value)
+        return self.row is not None and self.row.takes in SWITCHES and means_false(self.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,7 +271,7 @@ def mesh_of(shard: int, config: EffectiveConfig) -> MeshSpec:
     if is_given and not is_rest:
         shard *= config["cp_size"] * config["sp_size"]  # the ranks of a sequence also shard parameters
         if shard == 1:
-            raise ConfigError("dp_shard_size is 1, which is no sharding; give the number of ranks of one replica")
+            raise ConfigError("dp_shard_size is 1, which is no sharding; set the number of ranks of one replica")
         ranks, total = config.count("num_processes"), replicate * shard * config["tp_size"]
         if config.reader in (A1, A2) and ranks not in (None, total):
             raise ConfigError(f"the sizes of parallelism_config make {total} ranks, and num_processes is {ranks}")
@@ -319,7 +319,7 @@ def _where(config: EffectiveConfig) -> str:
     if _is_2d(config):
         return "; sharded within a node, replicated over nodes"
     is_hybrid = config["sharding_strategy"].is_hybrid
-    return "; on one machine all ranks are one node, with nobody to replicate to" if is_hybrid else ""
+    return "; on one machine all ranks are one node, without replicas" if is_hybrid else ""
 
 
 _OF_STRATEGY = (
@@ -343,19 +343,19 @@ _OF_STRATEGY = (
 )
 # False in quotes, which a reader that treats any text as true takes for true.
 _IN_QUOTES = case(
-    lambda value, config: config.reader in TRANSFORMERS and isinstance(value, str) and is_word_for_false(value),
+    lambda value, config: config.reader in TRANSFORMERS and isinstance(value, str) and means_false(value),
     _NEEDS_DECISION,
-    reason="transformers treats any text as true, so that this was on",
+    reason="transformers treats any text as true, so this was on",
     hint="as trained: true; as written: false, without quotes",
 )
 _DEGREE_OF_1 = cases(case(lambda value, config: value == 1, _UNNEEDED, reason="1 has no effect"))
 VERSION_REASON = "transformers 5 reads it; 4.51.3 does not, and trains with FSDP1"
-VERSION_HINT = "under 4.51.3 launch with a configuration file of accelerate's that says fsdp_version: 2"
+VERSION_HINT = "under 4.51.3 launch with an accelerate configuration file with fsdp_version: 2"
 _ONE_MORE_UNIT = "one more unit is in memory at the peak; NO_PREFETCH spares it"
 _LOADING = "under accelerate's FSDP2 cpu_ram_efficient_loading: true does it, and nothing else"
 SIZE_REASON = (
-    "accelerate's SIZE_BASED_WRAP under FSDP2 chooses module lists as well, on which fully_shard breaks, and counts "
-    "parameters that inner units hold"
+    "accelerate's SIZE_BASED_WRAP under FSDP2 chooses module lists as well, for which fully_shard raises, and counts "
+    "parameters of inner units"
 )
 SIZE_HINT = "TRANSFORMER_BASED_WRAP, with the classes of the layers"
 
@@ -374,13 +374,13 @@ def _of_wrap(policy: str) -> Callable[[Finding, EffectiveConfig], Finding]:
         case(
             lambda value, config: config.reader is T1 and "fsdp" not in config.around,
             _NEEDS_DECISION,
-            reason="only auto_wrap in fsdp makes use of it, and whether that was given is not known here",
+            reason="only auto_wrap in fsdp uses it, and whether that was set is not known here",
             hint="with auto_wrap: write fsdp here; without it the whole model was one unit: remove this key",
         ),
         case(
             lambda value, config: True,
             _NEEDS_DECISION,
-            reason="no wrapping was asked for: the whole model was one unit, all of it gathered at once",
+            reason="no wrapping was set: the whole model was one unit, all of it gathered at once",
             hint=lambda config: (
                 "as trained: remove it; as written: " + words.get(config.reader, f"fsdp_auto_wrap_policy: {policy}")
             ),
@@ -400,8 +400,8 @@ _STAGES = {
     ),
     2: (
         _KEPT_PARAMETERS,
-        "parameters are kept from forward to backward; between steps they are sharded, which stage 2 does not do: the "
-        "same numbers, less memory",
+        "parameters stay gathered from forward to backward; between steps they are sharded, which stage 2 does not "
+        "do: the same numbers, less memory",
     ),
 }
 
@@ -448,25 +448,25 @@ def _instead(trainer: str, launcher: str = "") -> dict[Reader, str]:
 _LAUNCHER = "belongs to DeepSpeed's launcher; torchrun and composer have their own options for the nodes"
 # fmt: off
 ROWS: tuple[Key, ...] = (
-    Key(name="fsdp", takes=WORDS, group=BESIDE, outcome=Outcome.EXACT,
+    Key(name="fsdp", takes=FSDP_OPTIONS, group=BESIDE, outcome=Outcome.EXACT,
         target="reshard_after_forward, the mesh, cpu_offload, the wrapped modules", read_by=TRAINERS,
         fields=("reshard_after_forward", "mesh", "cpu_offload", "wrap"),
         decide=cases(
             case(lambda value, config: config["fsdp"].ignored, _NEEDS_DECISION,
-                reason=lambda config: "of a list, transformers passes over what is not an option: "
-                + ", ".join(config["fsdp"].ignored), hint=f"keep of {WORDS.text} those that you mean"),
+                reason=lambda config: "transformers ignores list entries that are not options: "
+                + ", ".join(config["fsdp"].ignored), hint=f"keep of {FSDP_OPTIONS.text} those that you mean"),
             *_OF_STRATEGY,
             case(lambda value, config: config.reader is not X2 and value is not True and not config["fsdp"].auto_wrap
                 and not config.key_of("auto_wrap_policy"), _APPROXIMATE,
                 reason="without auto_wrap early releases of transformers 5 wrap nothing, later ones each layer",
                 hint="set auto_wrap_policy in fsdp_config")),
         meaning="turns FSDP on: the strategy, offload, auto_wrap",
-        reason="each word has its form under FSDP2"),
+        reason="each option has an equivalent in FSDP2"),
     Key(name="distributed_type", takes=ANY, group=BESIDE, outcome=Outcome.EXACT, read_by=LAUNCHERS,
         meaning="FSDP makes accelerate launch read fsdp_config, DEEPSPEED deepspeed_config",
         decide=cases(case(lambda value, config: config.reader is AD,
         reason="turns DeepSpeed on, whose place FSDP2 takes")),
-        reason="turns FSDP on; in accelerate's files fsdp_version tells FSDP2 apart"),
+        reason="enables FSDP; in accelerate's files fsdp_version selects FSDP2"),
     Key(name="mixed_precision", takes=PRECISION, group=BESIDE, outcome=Outcome.EXACT,
         target="mixed_precision: param_dtype and reduce_dtype alike", defaults=everywhere("no"), read_by=LAUNCHERS,
 
@@ -480,7 +480,7 @@ ROWS: tuple[Key, ...] = (
                 hint="check that the fp8 library in use takes FSDP2",
                 reason="FSDP takes bfloat16; the matrix products in fp8 are another library's")),
         meaning="autocast, and parameters, gradients and buffers of FSDP in this dtype",
-        reason="gradients are reduced in the low dtype, too: accelerate gives all of the policy one dtype"),
+        reason="gradients are reduced in the low dtype, too: accelerate uses one dtype for the whole policy"),
     Key(name="bf16", takes=BF16, group=BESIDE, outcome=Outcome.EXACT,
         target="mixed_precision: param_dtype and reduce_dtype bfloat16", defaults=everywhere(False),
         read_by=TRAINERS, fields=("precision", "mixed_precision"),
@@ -490,13 +490,13 @@ ROWS: tuple[Key, ...] = (
             case(lambda value, config: value == "full", _APPROXIMATE,
                 target="mixed_precision: FULL, and parameters in bfloat16",
                 reason="no autocast, and no dtype of FSDP's: parameters, gradients and the optimizer are bfloat16",
-                hint="make the model in bfloat16, which no fsdp_config says")),
+                hint="create the model in bfloat16, which no fsdp_config key does")),
         meaning="autocast, and parameters, gradients and buffers of FSDP in bfloat16",
-        reason="gradients are reduced in bfloat16, too: accelerate gives all of the policy one dtype"),
+        reason="gradients are reduced in bfloat16, too: accelerate uses one dtype for the whole policy"),
     Key(name="fp16", fields=("precision", "mixed_precision"), takes=FLAG, group=BESIDE, outcome=Outcome.EXACT,
         target="mixed_precision: param_dtype and reduce_dtype float16", defaults=everywhere(False),
         meaning="autocast with loss scaling, and parameters, gradients and buffers of FSDP in float16",
-        reason="gradients are reduced in float16, too: accelerate gives all of the policy one dtype"),
+        reason="gradients are reduced in float16, too: accelerate uses one dtype for the whole policy"),
     Key(name="fp8", takes=FLAG, group=BESIDE, outcome=Outcome.APPROXIMATE,
         target="precision: amp_fp8; mixed_precision: bfloat16", defaults=everywhere(False), read_by=AXOLOTL,
         fields=("precision",),
@@ -510,7 +510,7 @@ ROWS: tuple[Key, ...] = (
         reason="the same MLPs in pieces, each computed once more in backward"),
     Key(name="tiled_mlp_num_shards", takes=PIECES, group=BESIDE, outcome=Outcome.APPROXIMATE, target="tiled_mlp",
         defaults=everywhere(4), read_by=AXOLOTL, fields=("tiled_mlp",), decide=_switch("tiled_mlp"),
-        meaning="into how many pieces; without it axolotl goes by the length of the sequence",
+        meaning="number of chunks; by default axolotl derives it from the sequence length",
         reason="a detail of tiled_mlp"),
     Key(name="accelerator_config", takes=SYNCS, group=BESIDE, outcome=Outcome.EXACT, target="gradient_sync",
         defaults=everywhere(False), read_by=TRAINERS, read={"accumulation.gradient_sync": syncs},
@@ -561,26 +561,26 @@ ROWS: tuple[Key, ...] = (
     Key(name="sharding_strategy", takes=STRATEGY, outcome=Outcome.EXACT,
         target="reshard_after_forward and the mesh",
         defaults=dict.fromkeys((T1, A1, X1), ShardingStrategy.FULL_SHARD), read_by=(A1,),
-        instead=_instead(trainer="the first word of fsdp", launcher="fsdp_reshard_after_forward, and "
+        instead=_instead(trainer="the first option in fsdp", launcher="fsdp_reshard_after_forward, and "
         "parallelism_config for replicas"), fields=("reshard_after_forward", "mesh"),
         decide=cases(*_OF_STRATEGY),
-        meaning="what is sharded, and when parameters are freed"),
+        meaning="which state is sharded, and when parameters are freed"),
     Key(name="reshard_after_forward",
         read={"reshard_after_forward": lambda value, config: value or config.reader is X2},
         decide=cases(case(
             lambda value, config: config.reader is X2 and not config["reshard_after_forward"], _APPROXIMATE,
-            target="reshard_after_forward: true", reason="axolotl 0.12 to 0.14 exports true only, so that parameters "
-            "were freed after forward", hint="FSDP_RESHARD_AFTER_FORWARD=false in the environment keeps them")),
+            target="reshard_after_forward: true", reason="axolotl 0.12 to 0.14 exports true only, so parameters were "
+            "freed after forward", hint="FSDP_RESHARD_AFTER_FORWARD=false in the environment keeps them")),
         write=lambda run: run.config.reshard_after_forward is not False, takes=RESHARD, outcome=Outcome.EXACT,
         target="reshard_after_forward", defaults=everywhere(True), read_by=(T2, A2, X2),
         instead=_instead(trainer="full_shard or shard_grad_op in fsdp", launcher="fsdp_sharding_strategy"),
         meaning="whether parameters are freed after forward; FSDP1 did not read it beside a strategy, which there "
-        "always is", reason="FSDP2's own word"),
+        "always is", reason="FSDP2's own key"),
     Key(name="auto_wrap_policy", takes=POLICY, outcome=Outcome.EXACT,
         target="the modules that fully_shard is called on",
         defaults={**dict.fromkeys((T1, A1, A2, X1, X2), "NO_WRAP"), T2: "TRANSFORMER_BASED_WRAP",
         AD: "TRANSFORMER_BASED_WRAP"}, read_by=(A1, A2, T2, X1, X2),
-        instead=_instead(trainer="the word auto_wrap in fsdp"), read={"wrap": lambda value, config: wrap_of(config)},
+        instead=_instead(trainer="the option auto_wrap in fsdp"), read={"wrap": lambda value, config: wrap_of(config)},
         write=lambda run: _POLICY_OF.get(run.wrap.kind, "TRANSFORMER_BASED_WRAP"), decide=cases(
         case(lambda value, config: config["auto_wrap_policy"] == "SIZE_BASED_WRAP" and config.reader in FSDP2,
             Outcome.UNSUPPORTED, reason=SIZE_REASON, hint=SIZE_HINT),
@@ -589,22 +589,22 @@ ROWS: tuple[Key, ...] = (
             reason="the classes are those of the model's _no_split_modules"),
         case(lambda value, config: wrap_of(config).kind is WrapKind.ROOT,
             reason="the whole model is one unit, all of it gathered at once")),
-        meaning="which modules become units of their own", reason="the same modules, each a unit"),
+        meaning="which modules are separate units", reason="the same modules, each a unit"),
     Key(name="transformer_layer_cls_to_wrap", fields=("wrap.classes",),
         write=lambda run: ",".join(run.wrap.classes) or None, takes=CLASSES, outcome=Outcome.EXACT,
         target="fully_shard on each module of these classes", defaults=everywhere(()),
         instead=_instead(trainer=_UNPREFIXED), decide=_of_wrap("TRANSFORMER_BASED_WRAP"),
-        meaning="classes of the modules that become units; by default those of the model's _no_split_modules",
+        meaning="classes of the modules that are units; by default the model's _no_split_modules",
         reason="the same modules, each a unit"),
     Key(name="min_num_params", fields=("wrap.min_num_params",), write=lambda run: run.wrap.min_num_params or None,
         takes=COUNT, outcome=Outcome.EXACT, target="fully_shard on modules chosen by FSDP1's rule",
         defaults=everywhere(0), instead=_instead(trainer=_UNPREFIXED), decide=_of_wrap("SIZE_BASED_WRAP"),
-        meaning="under SIZE_BASED_WRAP, modules with at least so many parameters that no unit below them holds",
+        meaning="under SIZE_BASED_WRAP, the minimum number of a unit's parameters, without those of units below it",
         reason="the same modules, each a unit"),
     Key(name="offload_params", read={"cpu_offload": as_is}, write=lambda run: run.config.cpu_offload,
         aliases=("cpu_offload",), takes=BOOL, outcome=Outcome.EXACT, target="CPUOffloadPolicy",
         defaults=everywhere(False), read_by=(A1, A2, T2, X1, X2),
-        instead=_instead(trainer="the word offload in fsdp"),
+        instead=_instead(trainer="the option offload in fsdp"),
         meaning="parameters, gradients and the optimizer rest in host memory", reason="the same under FSDP2"),
     Key(name="backward_prefetch", takes=PREFETCH, outcome=Outcome.EXACT,
         target="prefetch in backward",
@@ -621,13 +621,13 @@ ROWS: tuple[Key, ...] = (
             case(lambda value, config: config["backward_prefetch"] == "NO_PREFETCH", reason="no unit is prefetched",
                 hint="accelerate's FSDP2 always prefetches one: one more unit in memory"),
             case(lambda value, config: config["backward_prefetch"] == "BACKWARD_PRE", target="",
-                reason="FSDP2 does it by itself, in the order that forward ran in"),
+                reason="FSDP2 does it by default, in the reverse order of forward"),
             case(lambda value, config: True, _APPROXIMATE, target="FSDP2's own prefetch",
                 reason="FSDP2 gathers the next unit before a unit's gradients, not after", hint=_ONE_MORE_UNIT)),
         meaning="when backward gathers the next unit; not at all by default"),
     Key(name="backward_prefetch_policy", takes=ANY, outcome=Outcome.APPROXIMATE, read_by=(),
         instead=_instead(trainer="backward_prefetch", launcher="fsdp_backward_prefetch"),
-        meaning="backward_prefetch, as accelerate up to 0.34 called it; from 1.0 on nobody reads it",
+        meaning="the name of backward_prefetch in accelerate up to 0.34; not read from 1.0 on",
         reason="accelerate up to 0.34 read it, and later releases prefetch nothing; no number depends on it"),
     Key(name="forward_prefetch", takes=BOOL, outcome=Outcome.EXACT,
         target="set_modules_to_forward_prefetch, one unit ahead", defaults=everywhere(False), read_by=(T1, A1),
@@ -641,13 +641,13 @@ ROWS: tuple[Key, ...] = (
         takes=STATE_DICT, outcome=Outcome.EXACT, target="state_dict_type",
         defaults={**dict.fromkeys((T1, A1, T2, X1), "full"), **dict.fromkeys((A2, X2, AD), "sharded")},
         read_by=(A1, A2, T2, X1, X2), instead=_instead(trainer="FSDP_STATE_DICT_TYPE in the environment"),
-        meaning="what checkpoints hold", reason=_KEPT),
+        meaning="the form of checkpoints", reason=_KEPT),
     Key(name="sync_module_states", takes=BOOL, outcome=Outcome.EXACT,
         target="sync_module_states; in accelerate's FSDP2 cpu_ram_efficient_loading does it",
         defaults={**dict.fromkeys((T1, A1, X1, AD), True), **dict.fromkeys((T2, A2, X2), False)}, read_by=(T1, A1),
         instead=_instead(trainer=_UNPREFIXED, launcher="fsdp_cpu_ram_efficient_loading"),
         read={"sync_module_states": as_is}, decide=cases(
-            case(lambda value, config: config["sync_module_states"] and is_word_for_false(value),
+            case(lambda value, config: config["sync_module_states"] and means_false(value),
                 reason="accelerate set it to true, since cpu_ram_efficient_loading is on", hint=_LOADING),
             case(lambda value, config: config["sync_module_states"], hint=_LOADING),
             case(lambda value, config: True, asks=False, target="",
@@ -660,17 +660,17 @@ ROWS: tuple[Key, ...] = (
         instead=_instead(trainer=_UNPREFIXED), fields=("sync_module_states",),
         write=lambda run: run.config.sync_module_states is not False, decide=cases(
             case(lambda value, config: config["cpu_ram_efficient_loading"],
-                hint="where a target has no such word: LLM Foundry's init_device: mixed, with sync_module_states"),
+                hint="if a target has no such key: LLM Foundry's init_device: mixed, with sync_module_states"),
             case(lambda value, config: True, asks=False, target="", reason="off: each rank reads the weights itself")),
         meaning="only rank 0 reads a pretrained model's weights; the others get them from it", reason=_KEPT),
     Key(name="use_orig_params", takes=BOOL, outcome=Outcome.UNNEEDED, defaults=everywhere(True),
         read_by=(T1, A1, X1), instead=_instead(trainer=_UNPREFIXED),
         meaning="parameters keep their own tensors instead of one flat one a unit",
-        reason="FSDP2 has no flat parameter: each keeps its own tensor, whatever this says"),
+        reason="FSDP2 has no flat parameters: each parameter is a separate tensor, regardless of this key"),
     Key(name="limit_all_gathers", takes=TRUTH, outcome=Outcome.UNNEEDED, defaults=everywhere(True),
         read_by=(T1, X1), instead=_instead(trainer=_UNPREFIXED),
-        meaning="keeps the CPU from queueing more all-gathers than memory can hold",
-        reason="FSDP2 bounds the memory of gathered parameters by itself, without blocking the CPU"),
+        meaning="blocks the CPU to limit the memory of queued all-gathers",
+        reason="FSDP2 always bounds the memory of gathered parameters, without blocking the CPU"),
     Key(name="activation_checkpointing", takes=TRUTH, outcome=Outcome.EXACT,
         target="checkpoint_wrapper on the wrapped modules", defaults=everywhere(False),
         instead=_instead(trainer=_UNPREFIXED), fields=("activation_checkpointing",),
@@ -683,11 +683,11 @@ ROWS: tuple[Key, ...] = (
                 "model names are recomputed: the same numbers, another memory"),
             case(lambda value, config: wrap_of(config).kind is WrapKind.ROOT and config.reader in FSDP2,
                 _NEEDS_DECISION,
-                reason="accelerate recomputes the modules that its policy wraps, and breaks where there is no policy",
+                reason="accelerate recomputes the modules that its policy wraps, and fails without a policy",
                 hint="set a policy, or recompute in the model"),
             case(lambda value, config: wrap_of(config).kind is WrapKind.ROOT, _APPROXIMATE,
-                reason="without a policy accelerate wrapped every module by itself",
-                hint="set a policy, so that the layers are recomputed as wholes")),
+                reason="without a policy accelerate wrapped every module separately",
+                hint="set a policy to recompute whole layers")),
         meaning="wrapped modules are recomputed in backward, by torch's non-reentrant implementation",
         reason="the same modules, inside their units"),
     Key(name="ignored_modules", takes=ANY, outcome=Outcome.NEEDS_DECISION, target="ignored_params", read_by=(),
@@ -731,7 +731,7 @@ ROWS: tuple[Key, ...] = (
         reason="the ranks of one replica"),
     Key(name="tp_size", read={"tensor_parallel": as_is}, takes=DEGREE, group=DEGREES, read_by=tuple(Reader),
         release="1.10", outcome=Outcome.EXACT, meaning="tensor parallelism over so many ranks (accelerate 1.10)",
-        reason="an axis of its own, beside the shards", defaults=everywhere(1), decide=_DEGREE_OF_1),
+        reason="a separate axis, beside the shard axis", defaults=everywhere(1), decide=_DEGREE_OF_1),
     Key(name="cp_size", read={"context_parallel_degree": lambda value, config: value * config["sp_size"]}, takes=DEGREE,
         group=DEGREES, read_by=tuple(Reader), release="1.10", outcome=Outcome.EXACT,
         meaning="context parallelism over so many ranks (accelerate 1.10)",
@@ -744,7 +744,7 @@ ROWS: tuple[Key, ...] = (
         "there as here", defaults=everywhere(1), decide=_DEGREE_OF_1),
     *(Key(name=f"sp_{name}", takes=ANY, group=DEGREES, release="1.12", outcome=Outcome.UNNEEDED,
         defaults=everywhere(None), read_by=(AD,), meaning=f"of DeepSpeed's sequence parallelism, {text}",
-        reason="the new run divides sequences by itself")
+        reason="the new run has its own sequence sharding")
         for name, text in (
             ("backend", "who divides sequences"), ("seq_length", "the length that all sequences have"),
             ("seq_length_is_variable", "whether lengths differ"),
@@ -756,7 +756,7 @@ ROWS: tuple[Key, ...] = (
         for name in ("cp_backend", "cp_comm_strategy")),
     Key(name="ep_size", read={"expert_parallel": as_is, "has_expert_axis": lambda value, config: value != 1},
         takes=DEGREE, group=DEGREES, outcome=Outcome.EXACT, meaning="experts over so many ranks, by axolotl's plugin",
-        reason="an axis of its own, beside the shards", defaults=everywhere(1), read_by=AXOLOTL, decide=_DEGREE_OF_1),
+        reason="a separate axis, beside the shard axis", defaults=everywhere(1), read_by=AXOLOTL, decide=_DEGREE_OF_1),
     Key(name="cpu_offload_pin_memory", takes=BOOL, outcome=Outcome.APPROXIMATE, target="pinned host memory",
         defaults=everywhere(True), read_by=AXOLOTL, decide=cases(
             case(lambda value, config: config["cpu_offload_pin_memory"], _UNNEEDED, reason="pinned, as by default"),
@@ -766,9 +766,9 @@ ROWS: tuple[Key, ...] = (
     Key(name="final_state_dict_type", takes=STATE_DICT, outcome=Outcome.APPROXIMATE, target="state_dict_type",
         defaults=everywhere(None), read_by=AXOLOTL,
         decide=cases(case(lambda value, config: config["final_state_dict_type"] == config["state_dict_type"], _UNNEEDED,
-            reason="what state_dict_type says as well")),
-        meaning="what the model that is saved at the end holds, if not what the checkpoints do",
-        reason="one key says it for all checkpoints",
+            reason="the same as state_dict_type")),
+        meaning="the form of the model saved at the end, if it differs from the checkpoints'",
+        reason="one key applies to all checkpoints",
         hint="composer-fsdp2 checkpoint convert makes the other form of the last one"),
     Key(name="zero_stage", takes=STAGE, group=DEEPSPEED, outcome=Outcome.APPROXIMATE,
         target="FULL_SHARD: reshard_after_forward=True on one mesh of all ranks", defaults=everywhere(2),
@@ -791,7 +791,7 @@ ROWS: tuple[Key, ...] = (
         target="sync_module_states", defaults=everywhere(False), read_by=(AD,), fields=("sync_module_states",),
         decide=cases(case(lambda value, config: config["zero_stage"] != 3 or not config["zero3_init_flag"], _UNNEEDED,
             reason="off, or without effect below stage 3")),
-        meaning="parameters are sharded while from_pretrained makes the model, so that no rank holds all of them",
+        meaning="from_pretrained shards parameters while it creates the model; no rank stores all of them",
         reason="DeepSpeed sends rank 0's values out, and so does sync_module_states",
         hint="where a rank has no memory for the whole model: init_device: mixed in LLM Foundry, meta in a script"),
     Key(name="zero3_save_16bit_model", takes=BOOL, group=DEEPSPEED, outcome=Outcome.APPROXIMATE,
@@ -809,17 +809,17 @@ ROWS: tuple[Key, ...] = (
         fields=("accumulation.gradient_sync",),
         decide=cases(
             case(lambda value, config: config["gradient_accumulation_steps"] == 1, _UNNEEDED,
-                reason="one microbatch, or what the script says"),
+                reason="one microbatch, or the script's number"),
             case(lambda value, config: True, _NEEDS_DECISION, reason=lambda config: "DeepSpeed took from here how many "
                 "microbatches make a step; nothing else does, and without it the global batch is "
                 f"{config['gradient_accumulation_steps']} times smaller",
                 hint=lambda config: "Accelerator(gradient_accumulation_steps={0}) in the script, or "
                 "ACCELERATE_GRADIENT_ACCUMULATION_STEPS={0} in its environment; in Composer a batch of {0} "
-                "device_train_microbatch_size; a Trainer's own gradient_accumulation_steps holds as "
+                "device_train_microbatch_size; a Trainer's own gradient_accumulation_steps applies as "
                 "before".format(config["gradient_accumulation_steps"]))),
         meaning="how many microbatches make a step", reason="stages 2 and 3 reduce gradients in each microbatch"),
     Key(name="deepspeed_config_file", takes=ANY, group=DEEPSPEED, outcome=Outcome.NEEDS_DECISION, read_by=(AD,),
-        defaults=everywhere(None), meaning="DeepSpeed's own settings, in a file of their own, which hold instead",
+        defaults=everywhere(None), meaning="DeepSpeed's own settings, in a separate file, which takes precedence",
         reason="the file is neither in the working directory nor beside this one",
         hint="migrate where it is launched; or write its zero_optimization.stage here as zero_stage, offload_... as "
         "offload_optimizer_device and offload_param_device, and remove this"),
@@ -849,7 +849,7 @@ ROWS: tuple[Key, ...] = (
     ),
     Key(name="per_device_train_batch_size", takes=ANY, group=BESIDE, outcome=Outcome.EXACT, read_by=TRAINERS,
         target="device_train_microbatch_size", read={"microbatch_size": _rows, "num_microbatches": _microbatches},
-        meaning="rows of a rank's microbatch, of which gradient_accumulation_steps make a step",
+        meaning="rows of a rank's microbatch; gradient_accumulation_steps microbatches make a step",
         reason="as many rows"),
     Key(name="max_steps", takes=ANY, group=BESIDE, outcome=Outcome.EXACT, read_by=TRAINERS, target="max_duration",
         read={"max_duration": _duration},

@@ -56,15 +56,15 @@ OF_ACCELERATES_FILE = frozenset(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Words
+# Named values
 
 # Mixed precision's dtype, and Composer's precision, by accelerate's name.
 DTYPES = {"no": None, "fp16": "float16", "bf16": "bfloat16", "fp8": "bfloat16"}
 PRECISIONS = {"no": "fp32", "fp16": "amp_fp16", "bf16": "amp_bf16", "fp8": "amp_fp8"}
-WORDS_BY_PRECISION = {precision: word for word, precision in PRECISIONS.items()}
+NAMES_BY_PRECISION = {precision: word for word, precision in PRECISIONS.items()}
 STATE_DICTS = {"full": "FULL_STATE_DICT", "sharded": "SHARDED_STATE_DICT"}
 _STRATEGIES = {strategy.name: strategy for strategy in ShardingStrategy}
-_TRUTH_WORDS = {
+_TRUTH_VALUES = {
     **dict.fromkeys(("y", "yes", "t", "true", "on", "1"), True),
     **dict.fromkeys(("n", "no", "f", "false", "off", "0"), False),
 }
@@ -76,16 +76,16 @@ def everywhere(value: Any) -> dict[Reader, Any]:
     return dict.fromkeys(Reader, value)
 
 
-def is_word_for_false(value: object) -> bool:
-    """Whether the value is meant as false, in quotes or not."""
-    return _TRUTH_WORDS.get(str(value).lower()) is False
+def means_false(value: object) -> bool:
+    """Whether the value means false, quoted or not."""
+    return _TRUTH_VALUES.get(str(value).lower()) is False
 
 
 def _bad(value: object, takes: str, near: str | None = None) -> ConfigError:
     return ConfigError(f"{value!r} is none of its values: {takes}" + (f"; did you mean {near}?" if near else ""))
 
 
-def _words(
+def _named_values(
     text: str,
     words: Mapping[str, Any],
     choices: tuple[Any, ...] | None = None,
@@ -94,14 +94,14 @@ def _words(
     launcher: Mapping[str, Any] = _NOTHING,
     refused: Mapping[str, str] = _NOTHING,
 ) -> Takes:
-    """Return a parser of words in any letter case.
+    """Return a parser of named values in any letter case.
 
     Args:
-        words: The value in effect by word.
-        choices: The words to list; all by default.
-        absent: The value in effect by reader that treats null as an absent key.
-        launcher: Further words that accelerate's launcher takes, in lower case.
-        refused: The reasons against other words, in lower case.
+        words: Name -> effective value.
+        choices: The names to list; all by default.
+        absent: Reader -> effective value, for readers that treat null as an absent key.
+        launcher: Further names that accelerate's launcher accepts, in lower case.
+        refused: Name in lower case -> the reason why it is rejected.
     """
     values = {word.lower(): value for word, value in words.items()}
     listed = tuple(words) if choices is None else choices
@@ -125,7 +125,7 @@ def _flag(text: str, axolotl: Mapping[str, Any] = _NOTHING) -> Takes:
     """Return a parser of a flag that is used as is: any string would be true, so strings are rejected.
 
     Args:
-        axolotl: The value in effect by word that axolotl takes.
+        axolotl: String that axolotl accepts -> effective value.
     """
 
     def parse(value: object, reader: Reader) -> Any:
@@ -138,7 +138,7 @@ def _flag(text: str, axolotl: Mapping[str, Any] = _NOTHING) -> Takes:
     return Takes(text, parse, _SWITCH)
 
 
-STRATEGY = _words(
+STRATEGY = _named_values(
     "FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2, or their numbers from 1 to 5",
     {
         **_STRATEGIES,
@@ -147,7 +147,7 @@ STRATEGY = _words(
     },
     tuple(_STRATEGIES),
 )
-BOOL = _words("true or false", _TRUTH_WORDS, _SWITCH)
+BOOL = _named_values("true or false", _TRUTH_VALUES, _SWITCH)
 FLAG = _flag("true or false, not in quotes")
 BF16 = _flag("true or false, not in quotes; for axolotl auto and full as well", {"auto": True, "full": "full"})
 RECOMPUTING = _flag(
@@ -170,15 +170,15 @@ RESHARD = Takes(
     lambda value, reader: (BOOL if reader in FSDP2 or BOOL.fits(value, reader) else STRATEGY).parse(value, reader),
     _SWITCH,
 )
-VERSION = _words("1 or 2", {"1": 1, "2": 2}, (1, 2))
-STAGE = _words("0, 1, 2 or 3", {str(stage): stage for stage in range(4)}, (0, 1, 2, 3))
-DEVICE = _words("none, cpu or nvme", {each: each for each in ("none", "cpu", "nvme")})
-POLICY = _words(
+VERSION = _named_values("1 or 2", {"1": 1, "2": 2}, (1, 2))
+STAGE = _named_values("0, 1, 2 or 3", {str(stage): stage for stage in range(4)}, (0, 1, 2, 3))
+DEVICE = _named_values("none, cpu or nvme", {each: each for each in ("none", "cpu", "nvme")})
+POLICY = _named_values(
     "TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP",
     {each: each for each in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")},
     absent=dict.fromkeys((A1, A2, AD), "NO_WRAP"),
 )
-PREFETCH = _words(
+PREFETCH = _named_values(
     "BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH",
     {each: each for each in ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")},
     absent={reader: "NO_PREFETCH" for reader in Reader if reader is not T1},  # this Trainer calls .upper() on it
@@ -187,7 +187,7 @@ PREFETCH = _words(
         "none": "{value!r} is none of its values: BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH; did you mean NO_PREFETCH?"
     },
 )
-STATE_DICT = _words(
+STATE_DICT = _named_values(
     "FULL_STATE_DICT or SHARDED_STATE_DICT",
     {**{word: name for name, word in STATE_DICTS.items()}, "1": "full", "3": "sharded"},
     (*STATE_DICTS.values(), "LOCAL_STATE_DICT"),  # which FSDP1 saved
@@ -198,7 +198,7 @@ STATE_DICT = _words(
         "or FULL_STATE_DICT",
     ),
 )
-PRECISION = _words(
+PRECISION = _named_values(
     "'no', fp16, bf16 or fp8",
     {each: each for each in DTYPES},
     absent=everywhere("no"),
@@ -258,7 +258,7 @@ NORM = _number("a number, or auto", lambda text: float(text) or None, absent=1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Words:
+class FsdpOptions:
     """Options in ``fsdp``."""
 
     strategy: ShardingStrategy | None = None
@@ -267,24 +267,24 @@ class Words:
     ignored: tuple[str, ...] = ()
 
 
-def _parse_words(value: object, reader: Reader) -> Words:
+def _parse_fsdp_options(value: object, reader: Reader) -> FsdpOptions:
     """Parse ``fsdp``: every option in a string is checked; unknown entries of a list are ignored."""
     if value is None or isinstance(value, bool):
-        return Words(strategy=ShardingStrategy.FULL_SHARD if value else None)
+        return FsdpOptions(strategy=ShardingStrategy.FULL_SHARD if value else None)
     if not isinstance(value, str | list):
-        raise _bad(value, WORDS.text)
+        raise _bad(value, FSDP_OPTIONS.text)
     words = value.split() if isinstance(value, str) else [str(word) for word in value]
     known = (*(name.lower() for name in _STRATEGIES), "offload", "auto_wrap")
     strategies = [word for word in words if (word if isinstance(value, str) else word.lower()) in known[:-2]]
     others = [word for word in words if word not in strategies and word not in known]
     if isinstance(value, str) and others:
         separated = " ".join(value.replace(",", " ").split())
-        raise _bad(value, WORDS.text, separated if "," in value else nearest(others[0], known))
+        raise _bad(value, FSDP_OPTIONS.text, separated if "," in value else nearest(others[0], known))
     if len(set(strategies)) > 1:
         raise ConfigError(f"{value!r} names {len(set(strategies))} strategies; keep one of {', '.join(strategies)}")
     if words == ["offload"]:
         raise ConfigError("offload does not stand alone; write full_shard offload or shard_grad_op offload")
-    return Words(
+    return FsdpOptions(
         strategy=next((_STRATEGIES[word.upper()] for word in strategies), None),
         offload="offload" in words,
         auto_wrap="auto_wrap" in words,
@@ -310,7 +310,7 @@ def _parse_classes(value: object, reader: Reader) -> tuple[str, ...]:
         raise ConfigError(f"{value!r} is a list, and axolotl takes a text; write {stripped}")
     if not isinstance(value, str) and reader not in TRAINERS:
         raise ConfigError(
-            f"{value!r} is a list, of which accelerate makes one string, brackets and all; write {stripped}"
+            f"{value!r} is a list, which accelerate converts to one string, including the brackets; write {stripped}"
         )
     if stripped != ",".join(names) or not stripped:
         raise _bad(value, CLASSES.text, stripped or None)
@@ -323,9 +323,9 @@ def _parse_syncs(value: object, reader: Reader) -> bool:
     return isinstance(given, Mapping) and bool(given.get("sync_each_batch"))
 
 
-WORDS = Takes(
+FSDP_OPTIONS = Takes(
     "full_shard, shard_grad_op, no_shard, hybrid_shard or hybrid_shard_zero2, and offload and auto_wrap beside it",
-    _parse_words,
+    _parse_fsdp_options,
     (*(name.lower() for name in _STRATEGIES), "auto_wrap", "offload"),
 )
 CLASSES = Takes("names of classes", _parse_classes)

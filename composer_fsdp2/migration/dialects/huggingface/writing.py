@@ -15,6 +15,7 @@ from composer_fsdp2.migration.dialects.huggingface.values import (
     BESIDE,
     DEGREES,
     DEGREES_PREFIX,
+    NAMES_BY_PRECISION,
     OLD_SIBLINGS,
     PREFIX,
     PREFIXES,
@@ -22,7 +23,6 @@ from composer_fsdp2.migration.dialects.huggingface.values import (
     STATE_DICTS,
     T1,
     TRANSFORMERS,
-    WORDS_BY_PRECISION,
     X1,
 )
 from composer_fsdp2.migration.lens import unless
@@ -73,7 +73,7 @@ _OF_PRECISION = ("precision", "mixed_precision")
 # fmt: off
 WRITTEN_BY_ACCELERATE: tuple[Written, ...] = (
     ("distributed_type", (), lambda run: "FSDP"),
-    ("mixed_precision", _OF_PRECISION, lambda run: WORDS_BY_PRECISION[run.precision]),
+    ("mixed_precision", _OF_PRECISION, lambda run: NAMES_BY_PRECISION[run.precision]),
     ("num_processes", (), lambda run: run.num_ranks),
     ("num_machines", (), lambda run: run.num_nodes),
     *((f"{SETTINGS}.{PREFIX}{name}", row.decides, row.write) for name, row in _SETTINGS.items()),
@@ -112,7 +112,7 @@ WRITTEN_BY_AXOLOTL: tuple[Written, ...] = (
     *((f"{SETTINGS}.{name}", _SETTINGS[name].decides, _OWN.get(name, _SETTINGS[name].write)) for name in (
         "reshard_after_forward", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params",
         "offload_params", "cpu_ram_efficient_loading", "state_dict_type", "activation_checkpointing")),
-    *((word, _OF_PRECISION, lambda run, word=word: WORDS_BY_PRECISION[run.precision] == word or None)
+    *((word, _OF_PRECISION, lambda run, word=word: NAMES_BY_PRECISION[run.precision] == word or None)
         for word in ("bf16", "fp16", "fp8")),
     ("dp_replicate_size", ("mesh",), lambda run: _size(run, "dp_replicate_size")),
     ("dp_shard_size", ("mesh",), lambda run: _size(run, "dp_shard_size")),

@@ -52,7 +52,7 @@ _IMPLICIT = (
     implicit("sharded dimension", Outcome.APPROXIMATE,
         "ROLL shards the first dimension that fsdp_size divides; here it is the first one, padded: the same numbers"),
     implicit("state dict", Outcome.APPROXIMATE,
-        "a ROLL checkpoint holds shards (dcp/) and beside them the full model for Hugging Face",
+        "a ROLL checkpoint contains shards (dcp/) and the full model for Hugging Face",
         "state_dict_type: sharded, and an export for Hugging Face where one is wanted"),
 )
 # fmt: on
@@ -152,5 +152,5 @@ def _other(key: str, value: Any) -> Finding:
     """Return the finding of a key without a row."""
     if key in _OF_OTHERS:
         usual = Finding(key=key, value=value, outcome=Outcome.NEEDS_DECISION, reason="", known=False)
-        return undecided(usual, _UNKNOWN, f"as trained: remove it; ROLL's own word is {_OF_OTHERS[key]}")
+        return undecided(usual, _UNKNOWN, f"as trained: remove it; ROLL's own key is {_OF_OTHERS[key]}")
     return unknown_key(key, value, BY_NAME, _UNKNOWN)

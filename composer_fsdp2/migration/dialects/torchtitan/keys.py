@@ -132,14 +132,14 @@ _OPTION = "activation_checkpoint.selective_ac_option"
 ROWS: tuple[Lens, ...] = (
     Lens(name="parallelism.data_parallel_replicate_degree", fields=("mesh",), write=_replicas, default=1,
         outcome=Outcome.EXACT, target="data_parallel_replicate_degree", takes=POSITIVE_INT,
-        aliases=("training.data_parallel_replicate_degree",), meaning="how many replicas there are",
+        aliases=("training.data_parallel_replicate_degree",), meaning="the number of replicas",
         reason="the replica axis of the mesh; 1 is none"),
     Lens(name="parallelism.data_parallel_shard_degree", is_told=True, default=-1, outcome=Outcome.EXACT,
         target="data_parallel_shard_degree", takes=_SHARD,
         aliases=("training.data_parallel_shard_degree", "training.data_parallel_degree"), read={"mesh": _mesh},
         write=_shards, decide=cases(case(
         lambda value, file: value == 1 and not file.is_on("parallelism.context_parallel_degree"),
-        _APPROXIMATE, hint="leave it: the numbers differ by what is cast",
+        _APPROXIMATE, hint="leave it: the numbers differ by the casts",
         reason="without shards TorchTitan uses DDP, and torch.autocast for mixed precision; here FSDP2 replicates "
         "full parameters and casts them")),
         meaning="over how many ranks a parameter is sharded; -1: all that are left",
@@ -151,10 +151,10 @@ ROWS: tuple[Lens, ...] = (
         write=lambda run: "never" if not run.config.reshard_after_forward else
         "default" if run.pipeline_parallel == 1 else "always", decide=cases(
         case(lambda value, file: value == "default" and file.is_on("parallelism.pipeline_parallel_degree"),
-            target="reshard_after_forward: false", reason="not freed, as there is a pipeline"),
+            target="reshard_after_forward: false", reason="not freed, because of the pipeline"),
         case(lambda value, file: value == "always", _APPROXIMATE,
             reason="all units but the last norm, which is the root's here and stays gathered")),
-        meaning="whether parameters are freed between forward and backward; default: unless there is a pipeline",
+        meaning="whether parameters are freed between forward and backward; default: unless pipeline parallelism is on",
         reason="the same argument of fully_shard"),
     Lens(name="parallelism.tensor_parallel_degree", read={"tensor_parallel": as_is},
         write=lambda run: unless(1, run.tensor_parallel), default=1, outcome=Outcome.EXACT,
@@ -168,7 +168,7 @@ ROWS: tuple[Lens, ...] = (
         target="the output's layout in the layer plan",
         decide=cases(case(lambda value, file: value is True, Outcome.EXACT, reason="logits are whole there as here")),
         meaning="whether the loss is computed from whole logits (true) or from each rank's part of the vocabulary",
-        reason="Composer's losses and metrics read whole logits, so that the plan gathers them: the same numbers, more "
+        reason="Composer's losses and metrics read full logits, so the plan gathers them: the same numbers, more "
         "memory", hint="torch's loss_parallel, with a layer plan of your own"),
     *_belonging("parallelism.tensor_parallel_degree", "parallelism.enable_async_tensor_parallel",
         outcome=Outcome.APPROXIMATE, reason="the communication of split layers is not overlapped with their products: "
@@ -197,9 +197,9 @@ ROWS: tuple[Lens, ...] = (
         write=lambda run: unless(1, run.expert_parallel), default=1, outcome=Outcome.APPROXIMATE, takes=POSITIVE_INT,
         target="shards of experts, over the ranks of the mesh", neutral=(1,),
         meaning="expert parallelism; without experts in the model it does nothing",
-        reason="tokens travel to the GroupedExperts of TorchTitan's own models there; here experts are sharded like "
-        "all other parameters, and a layer is gathered with all of its own: the same numbers, more communication",
-        hint="the fsdp_config key expert_parallel_degree, with which tokens travel, splits the experts of Hugging "
+        reason="there, tokens are sent to the GroupedExperts of TorchTitan's own models; here, experts are sharded "
+        "like all other parameters, and gathered with their layer: the same numbers, more communication",
+        hint="the fsdp_config key expert_parallel_degree, which sends tokens, distributes the experts of Hugging "
         "Face's Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE and DeepSeek-V3, and of LLM Foundry's torch_dmoe; others need the "
         "memory for one layer's experts"),
     *_belonging("parallelism.expert_parallel_degree", "parallelism.expert_tensor_parallel_degree",
@@ -236,16 +236,16 @@ ROWS: tuple[Lens, ...] = (
         target="activation_checkpointing", takes=one_of("none", "selective", "full", "memory_budget"),
         read={"activation_checkpointing": _recomputed},
         write=_mode, decide=cases(
-            case(lambda value, file: value == "none", Outcome.UNNEEDED, reason="activations are kept"),
+            case(lambda value, file: value == "none", Outcome.UNNEEDED, reason="activations are stored"),
             case(lambda value, file: value == "memory_budget", _APPROXIMATE,
-                reason="the compiler chose what is recomputed; here each block is: less memory, more computation, the "
-                "same numbers", hint="none keeps all activations instead"),
+                reason="the compiler chose the recomputed operations; here each block is recomputed: less memory, "
+                "more computation, the same numbers", hint="none keeps all activations instead"),
             case(lambda value, file: value == "selective" and file[_OPTION] != "1", _APPROXIMATE,
                 reason="all blocks are recomputed instead of some: less memory, more computation, the same numbers",
                 hint="the model's activation_checkpointing_fn may choose every n-th block, if no policy names classes",
             )),
         meaning="which activations are recomputed",
-        reason="each block's activations are kept or recomputed, by torch's implementation without reentering"),
+        reason="each block's activations are stored or recomputed, by torch's implementation without reentering"),
     Lens(name="activation_checkpoint.selective_ac_option", is_told=True, default="2", outcome=Outcome.APPROXIMATE,
         target="activation_checkpointing", takes=_SELECTIVE, only_with="activation_checkpoint.mode = selective",
         read={"selective_checkpointing": lambda option, file:
@@ -260,7 +260,7 @@ ROWS: tuple[Lens, ...] = (
         reason="whole blocks are recomputed, these products among them"),
     Lens(name="activation_checkpoint.memory_budget", default=0.5, outcome=Outcome.APPROXIMATE, takes=_NUMBER,
         only_with="activation_checkpoint.mode = memory_budget", meaning="how much the compiler keeps; from v0.2.0 on",
-        reason="a detail of activation_checkpoint.mode = memory_budget: here nothing inside of a block is kept"),
+        reason="a detail of activation_checkpoint.mode = memory_budget: here nothing inside a block is stored"),
     Lens(name="activation_checkpoint.visualize_memory_budget_pareto", default=False, outcome=Outcome.UNNEEDED,
         takes=BOOL, only_with="activation_checkpoint.mode = memory_budget", meaning="a picture of memory budgets",
         reason="an aid for choosing memory_budget, no part of a run"),
@@ -271,13 +271,13 @@ ROWS: tuple[Lens, ...] = (
     Lens(name="activation_checkpoint.early_stop", default=False, outcome=Outcome.APPROXIMATE, takes=BOOL,
         only_with=_RECOMPUTES,
         meaning="ending recomputation with the last activation that is needed; from v0.2.0 on",
-        reason="torch's default, true, holds here: less computation, the same numbers"),
+        reason="torch's default, true, is used here: less computation, the same numbers"),
     Lens(name="activation_checkpoint.determinism_check", default="default", outcome=Outcome.APPROXIMATE,
         only_with=_RECOMPUTES, neutral=("default",),
         meaning="how recomputed activations are compared with the first ones; from v0.2.1 on",
-        reason="torch's default check holds here: it sees shapes, dtypes and devices"),
+        reason="torch's default check is used here: it compares shapes, dtypes and devices"),
     Lens(name="activation_checkpoint.debug", default=False, outcome=Outcome.UNNEEDED, takes=BOOL,
-        meaning="recording what is recomputed", reason="an aid for debugging, no part of a run"),
+        meaning="recording recomputed operations", reason="an aid for debugging, no part of a run"),
     Lens(name="checkpoint.enable", fields=("async_save",), write=lambda run: unless(False, run.async_save),
         default=False, outcome=Outcome.APPROXIMATE, target="save_folder of the Trainer", takes=BOOL, neutral=(False,),
         aliases=("checkpoint.enable_checkpoint",), meaning="saving checkpoints",
@@ -289,12 +289,12 @@ ROWS: tuple[Lens, ...] = (
         read={"async_save": lambda value, file: file.is_on("checkpoint.enable") and value != "disabled"},
         write=lambda run: "async" if run.async_save else None, decide=cases(
         case(lambda value, file: value == "async_with_pinned_mem", _APPROXIMATE,
-            reason="written in the background, without a process of its own")),
+            reason="written in the background, without a separate process")),
         meaning="writing checkpoints in the background",
-        reason="the checkpoint is staged and written while training goes on"),
+        reason="the checkpoint is staged and written while training continues"),
     Lens(name="checkpoint.keep_latest_k", default=10, outcome=Outcome.APPROXIMATE,
         target="save_num_checkpoints_to_keep of the Trainer", takes=INT, only_with="checkpoint.enable",
-        meaning="how many checkpoints are kept; 0: all",
+        meaning="the number of retained checkpoints; 0: all",
         reason="the same number, outside of the sharding section; all is -1 there",
         hint="set save_num_checkpoints_to_keep"),
     Lens(name="checkpoint.last_save_model_only", default=True, outcome=Outcome.APPROXIMATE, takes=BOOL,
@@ -306,7 +306,7 @@ ROWS: tuple[Lens, ...] = (
     Lens(name="checkpoint.initial_load_model_only", default=True, outcome=Outcome.APPROXIMATE, takes=BOOL,
         target="load_weights_only of the Trainer", only_with="checkpoint.enable",
         aliases=("checkpoint.initial_load_model_weights_only",),
-        meaning="whether initial_load_path gives the model alone; v0.1.0 has the alias",
+        meaning="whether only the model is loaded from initial_load_path; v0.1.0 has the alias",
         reason="what a run begins with stands outside of the sharding section", hint="set load_path"),
     Lens(name="checkpoint.last_save_in_hf", default=False, outcome=Outcome.APPROXIMATE, target="checkpoint convert",
         takes=BOOL, neutral=(False,), only_with="checkpoint.enable",
@@ -336,7 +336,7 @@ ROWS: tuple[Lens, ...] = (
             case(lambda value, file: value not in ([], "") and not has_fp8_layers(file), _APPROXIMATE,
                 reason="what a converter makes of the model is the model's, and no part of sharding",
                 hint="convert the model where it is made")),
-        meaning="what is made of the model before it is sharded, such as float8 layers",
+        meaning="conversions of the model before it is sharded, such as float8 layers",
         reason="the linear layers compute in float8 or MX, and composer_fsdp2 converts no model",
         hint="convert the model with torchao where it is made, or remove the converter: the run computes in bfloat16"),
     Lens(name="float8.enable_float8_linear", default=False, outcome=Outcome.UNSUPPORTED, takes=BOOL, neutral=(False,),
@@ -350,9 +350,9 @@ ROWS: tuple[Lens, ...] = (
         reason="composer_fsdp2 gathers parameters in the dtype of mixed_precision_param",
         hint="set it to false: more communication, finer values"),
     Lens(name="fault_tolerance.enable", default=False, outcome=Outcome.UNSUPPORTED, takes=BOOL, neutral=(False,),
-        meaning="replicas that come and go while training goes on",
+        meaning="replicas that join and leave during training",
         reason="composer_fsdp2's mesh is of one size for the whole run",
-        hint="data_parallel_replicate_degree gives a fixed number of replicas"),
+        hint="data_parallel_replicate_degree sets a fixed number of replicas"),
     Lens(name="training.local_batch_size", read={"microbatch_size": count}, write=lambda run: run.microbatch_size,
         outcome=Outcome.EXACT, target="device_train_microbatch_size", aliases=("training.batch_size",),
         meaning="rows of a rank's microbatch", reason="as many rows"),
@@ -408,9 +408,9 @@ LIMITS: tuple[Limitation, ...] = (
         reason="TorchTitan reduces in float32 only: finer, and more communication"),
     limits(_APPROXIMATE, "stored_dtype",
         target="training.dtype", reason="TorchTitan creates parameters in training.dtype, which is float32 unless it "
-        "is set; {value} was asked for"),
+        "is set; {value} was requested"),
     limits(_NEEDS_DECISION, "precision", was="amp_fp8", title="products in fp8", target="model.converters",
-        reason="TorchTitan's converters make float8 layers of torchao's, and of those of its own models",
+        reason="TorchTitan's converters create float8 layers of torchao, and of its own models",
         hint='model.converters = ["quantize.linear.float8"], or train in bfloat16'),
     limits(_UNSUPPORTED, "mixed_precision.output_dtype", reason="TorchTitan has no key for the dtype of outputs"),
     limits(_APPROXIMATE, "precision", target="training.mixed_precision_param",
@@ -436,9 +436,9 @@ LIMITS: tuple[Limitation, ...] = (
     limits(_APPROXIMATE, "accumulation.reshard_after_backward",
         reason="TorchTitan frees parameters after each backward: less memory, more communication"),
     limits(_UNNEEDED, "idle_experts",
-        reason="TorchTitan runs all experts of a layer in one grouped product, so that ranks do not diverge"),
+        reason="TorchTitan runs all experts of a layer in one grouped product, so ranks do not diverge"),
     limits(_NEEDS_DECISION, "expert_parallel_degree", target="parallelism.expert_parallel_degree",
-        reason="TorchTitan splits experts of its own models, along axes that it takes from those of the mesh",
+        reason="TorchTitan distributes experts of its own models, along axes that it takes from those of the mesh",
         hint="parallelism.expert_parallel_degree = {value}, where the model has it"),
     limits(_UNSUPPORTED, "idle_towers",
         reason="TorchTitan runs a tower where the batch has something for it; ranks without would wait for the others"),
@@ -460,7 +460,7 @@ LIMITS: tuple[Limitation, ...] = (
         reason="TorchTitan clips gradients to a norm, 1 unless it is set; the run clips them by {value}",
         hint="choose a norm, or a large number for none"),
     limits(_APPROXIMATE, "max_grad_norm", target="training.max_norm",
-        reason="TorchTitan clips gradients to a norm of 1 unless told otherwise",
+        reason="TorchTitan clips gradients to a norm of 1 by default",
         hint="set max_norm to the run's own, or to a large number for none"),
     limits(_UNSUPPORTED, "freeze", "train_only", is_any=True, reason="TorchTitan trains all parameters",
         hint="freeze them in the model's code"),
@@ -472,6 +472,6 @@ LIMITS: tuple[Limitation, ...] = (
     limits(_APPROXIMATE, *OF_TRAINING, is_any=True, title="batches, steps and optimizer",
         reason="TorchTitan counts the rows of all ranks, whose number is not known here, and steps; its optimizers are "
         "Adam and AdamW", hint="set training.global_batch_size, training.steps and optimizer"),
-    limits(_UNNEEDED, "verbose", reason="TorchTitan has its own words for its log"),
+    limits(_UNNEEDED, "verbose", reason="TorchTitan has its own keys for its log"),
 )
 # fmt: on

@@ -514,7 +514,7 @@ training:
         for value, outcome, *words in (
             ("BACKWARD_PRE", APPROXIMATE, "NO_PREFETCH was in effect", "fsdp_backward_prefetch"),
             ("sometimes", APPROXIMATE, "no number depends on it"),
-            ("NO_PREFETCH", UNNEEDED, "held all the same"),
+            ("NO_PREFETCH", UNNEEDED, "in effect anyway"),
         )
     },
     "forward prefetch is read": Case(

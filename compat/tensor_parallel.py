@@ -1,4 +1,4 @@
-"""Tensor parallelism as a Trainer, a script or LLM Foundry asks for it."""
+"""Tensor parallelism in a Trainer, a script or LLM Foundry."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
 
-from composer_fsdp2.fsdp1.policy_words import AUTO
-from composer_fsdp2.fsdp1.tensor_words import TensorParallel
+from composer_fsdp2.fsdp1.policy_values import AUTO
+from composer_fsdp2.fsdp1.tensor_parallel import TensorParallel
 from composer_fsdp2.parallel.tensor import LayerPlan, parallelize_model
 
 from .seams import seam
@@ -23,28 +23,28 @@ from .seams import seam
 log = logging.getLogger(__name__)
 
 _shards_next: ContextVar[bool] = ContextVar("_shards_next", default=False)
-# By model, what the Trainer is about to have it split by.
-_NOTED: WeakKeyDictionary[nn.Module, TensorParallel] = WeakKeyDictionary()
+# By model: the configuration with which the Trainer will shard it.
+_PENDING_CONFIGS: WeakKeyDictionary[nn.Module, TensorParallel] = WeakKeyDictionary()
 
 
-def noted_config(model: nn.Module) -> TensorParallel | None:
-    """What a Trainer asked for this model, once."""
-    return _NOTED.pop(model, None)
+def pop_tensor_config(model: nn.Module) -> TensorParallel | None:
+    """Return and remove the Trainer's tensor parallel configuration of this model."""
+    return _PENDING_CONFIGS.pop(model, None)
 
 
 @seam(
     "composer.trainer.trainer",
     "Trainer._wrap_model_for_distributed",
-    why="layers were split before anybody looked whether the rest could be sharded",
+    why="layers were split before it was known whether the rest can be sharded",
 )
 def wrap_model(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Composer splits layers and then shards; here one plan says both, and nothing is touched if either cannot be."""
-    with _sharding_next():
+    """Composer TP-shards layers, then applies FSDP; here one plan contains both, and is checked before any change."""
+    with _in_trainer():
         original(*args, **kwargs)
 
 
 @contextmanager
-def _sharding_next() -> Iterator[None]:
+def _in_trainer() -> Iterator[None]:
     token = _shards_next.set(True)
     try:
         yield
@@ -55,37 +55,38 @@ def _sharding_next() -> Iterator[None]:
 @seam(
     "composer.distributed.dist_strategy",
     "prepare_tp_module",
-    why="it refused optimizers with several groups, or some of the parameters; it untied weights, and passed over "
-    "paths of the plan that match nothing",
+    why="it rejected optimizers with several groups, or with some of the parameters only; it untied weights, and "
+    "ignored paths of the plan without a match",
 )
 def prepare_tp_module(original: Callable[..., None], model: nn.Module, optimizers: Any, tp_config: TPConfig) -> None:
-    """In a Trainer the sharding that follows splits the layers; a script that calls it by itself has them split now."""
-    asked = as_meant(model, TensorParallel.read(tp_config))
+    """In a Trainer, defer to the sharding that follows; in a script, TP-shard the layers now."""
+    config = resolve_ffn_plan(model, TensorParallel.read(tp_config))
     if _shards_next.get():
-        _NOTED[model] = asked
+        _PENDING_CONFIGS[model] = config
     else:
-        parallelize_model(model, optimizers, asked.layer_plan, tp_config.device_mesh)
+        parallelize_model(model, optimizers, config.layer_plan, tp_config.device_mesh)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # LLM Foundry's strategy ``ffn``
 #
-# Its plan (0.22.0, llmfoundry/tp/ffn_tp_strategy.py) gathers the batches of the ranks around each feed-forward, and
-# leaves everything else of a rank to that rank's own batch, whose gradients FSDP1 averaged over the other axes alone:
-# the ranks of a group trained apart. MPTGLU's ``gate_proj`` it left whole, beside a part of ``up_proj``.
+# Its plan (0.22.0, llmfoundry/tp/ffn_tp_strategy.py) all-gathers the ranks' batches around each feed-forward.
+# Everything else is computed on each rank's own batch, and FSDP1 averaged its gradients over the other axes only, so
+# the ranks of a group diverged. MPTGLU's ``gate_proj`` was not sharded, unlike ``up_proj``.
 
 
-def as_meant(model: nn.Module, asked: TensorParallel) -> TensorParallel:
-    """The same, or what the strategy means: each feed-forward split, on one batch of all ranks of a group."""
-    if not _is_of_ffn(asked.layer_plan):
-        return asked
+def resolve_ffn_plan(model: nn.Module, config: TensorParallel) -> TensorParallel:
+    """Replace the ``ffn`` strategy by its intended plan: TP-sharded feed-forwards, on one batch of all ranks of a
+    group."""
+    if not _is_of_ffn(config.layer_plan):
+        return config
     if dist.is_initialized() and dist.get_rank() == 0:
         log.warning(
             "tp_config.strategy ffn: approximate: FSDP1 trained the ranks of a tensor-parallel group apart, each on "
             "its own batch; here they train on all of their batches together (broadcast_batch: gather), as one process "
             "does, and gate_proj is split as well"
         )
-    return replace(asked, layer_plan=_ffn_plan(model), gathers_batches=True)
+    return replace(config, layer_plan=_ffn_plan(model), gathers_batches=True)
 
 
 @seam(
@@ -94,7 +95,7 @@ def as_meant(model: nn.Module, asked: TensorParallel) -> TensorParallel:
     why="it knows no strategy but ffn, which splits MPT's feed-forwards alone",
 )
 def layer_plan_of(original: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
-    """Of the strategy ``auto`` the plan of a known model, which is made where the model is sharded."""
+    """For the strategy ``auto`` return "auto": the plan of a known model is created when the model is sharded."""
     return AUTO if name == AUTO else original(name, *args, **kwargs)
 
 
@@ -106,7 +107,7 @@ def _is_of_ffn(layer_plan: LayerPlan) -> bool:
 
 
 def _gathers_batches(style: ParallelStyle) -> bool:
-    """From a part of the batch's rows on each rank to all of them."""
+    """Whether the style all-gathers batch rows."""
     if not isinstance(style, PrepareModuleInput):
         return False
     return (style.input_layouts, style.desired_input_layouts) == ((Shard(0),), (Replicate(),))

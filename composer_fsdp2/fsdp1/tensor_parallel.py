@@ -1,4 +1,4 @@
-"""Composer's ``TPConfig``, or a mapping with its keys: over how many ranks layers are split, and which."""
+"""Parse Composer's ``TPConfig`` or a mapping with its keys: the tensor parallel degree and the layer plan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from composer_fsdp2.config.text import did_you_mean, short
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.fsdp1.policy_words import AUTO
+from composer_fsdp2.fsdp1.policy_values import AUTO
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -20,14 +20,14 @@ _PLACE = "parallelism_config.tp"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorParallel:
-    """What a run asks of tensor parallelism.
+    """The tensor parallelism of a run.
 
     Args:
-        degree: Over how many consecutive ranks layers are split; 1: none.
-        layer_plan: By a module's path, torch's style; "auto" for that of a known model.
-        mesh: The slice that Composer's State cut from its mesh of all axes.
-        is_idle: It was given, and asks for nothing.
-        gathers_batches: The ranks of a group read different data, all of which each is to compute with.
+        degree: The number of consecutive ranks over which layers are TP-sharded; 1: none.
+        layer_plan: Module path -> torch's parallel style; "auto" for the plan of a known model.
+        mesh: The tensor-parallel slice of the mesh in Composer's State.
+        is_idle: It was set, but has no effect.
+        gathers_batches: The ranks of a group read different data, and each must compute with all of it.
     """
 
     degree: int = 1
@@ -41,7 +41,7 @@ class TensorParallel:
         """Read a TPConfig, a mapping, or None for no tensor parallelism.
 
         Raises:
-            ConfigError: unknown keys and wrong values, all of them.
+            ConfigError: unknown keys and invalid values, all in one error.
         """
         if source is None or isinstance(source, TensorParallel):
             return source or cls()
@@ -67,7 +67,7 @@ class TensorParallel:
 
 
 def _by_path(plan: Any) -> Mapping[str, ParallelStyle] | Literal["auto"]:
-    """One style alone is the whole model's, as torch takes it."""
+    """A single style applies to the whole model, as in torch."""
     if plan == AUTO:
         return "auto"
     return dict(plan) if isinstance(plan, Mapping) else {"": plan}

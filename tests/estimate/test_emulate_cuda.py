@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper
 from torch.nn import functional as F
 
-from composer_fsdp2.estimate._torch import as_cuda as played
-from composer_fsdp2.estimate._torch.as_cuda import as_cuda
+from composer_fsdp2.estimate._torch import emulate_cuda as played
+from composer_fsdp2.estimate._torch.emulate_cuda import emulate_cuda
 from composer_fsdp2.estimate._torch.fake import fake_tensors
 from composer_fsdp2.estimate._torch.live import LiveStorages
 
@@ -71,7 +71,7 @@ def dtypes(on_gpu: bool) -> dict[str, torch.dtype]:
         "gelu": lambda: F.gelu(half),
         "matmul": lambda: half.float() @ half.float(),
     }
-    as_on_gpu = as_cuda(LiveStorages()) if on_gpu else contextlib.nullcontext()
+    as_on_gpu = emulate_cuda(LiveStorages()) if on_gpu else contextlib.nullcontext()
     with fake_tensors(), as_on_gpu, torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.is_autocast_enabled() is on_gpu  # models read CUDA's state with this call
         return {name: call().dtype for name, call in calls.items()}
@@ -110,7 +110,7 @@ def test_dropout_in_attention_keeps_no_scores():
     kept = {}
     for name, dropout in (("none", 0.0), ("as given", 0.1)):
         live = LiveStorages()
-        with fake_tensors(), as_cuda(live), live:
+        with fake_tensors(), emulate_cuda(live), live:
             query = torch.zeros(1, 2, 64, 8, requires_grad=True)
             by_place = F.scaled_dot_product_attention(query, query, query, None, dropout)
             result = F.scaled_dot_product_attention(by_place, query, query, dropout_p=dropout)
@@ -124,7 +124,7 @@ def test_offloaded_activations_leave_the_device():
     them."""
     size = 8 * 16 * 4
     live = LiveStorages()
-    with fake_tensors(), as_cuda(live):
+    with fake_tensors(), emulate_cuda(live):
         block = offload_wrapper(nn.Sequential(nn.Tanh(), nn.Tanh()))
         given = torch.zeros(8, 16, requires_grad=True)
         live.know([given])

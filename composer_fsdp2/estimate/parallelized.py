@@ -29,7 +29,7 @@ Finish = Callable[[], None]
 
 
 @contextlib.contextmanager
-def divided(model: nn.Module, plan: ShardingPlan) -> Iterator[Finish]:
+def as_rank_0(model: nn.Module, plan: ShardingPlan) -> Iterator[Finish]:
     """Make ``model`` compute rank 0's part in the block; its collectives send nothing.
 
     Args:
@@ -53,18 +53,18 @@ def divided(model: nn.Module, plan: ShardingPlan) -> Iterator[Finish]:
             mesh = _tensor_mesh(tensor)
             _, connect = start_context(model, replace(plan, exchanging=exchanging))
             _tile(modules, plan)
-            _split_layers(modules, plan, mesh)
+            _parallelize_layers(modules, plan, mesh)
             groups = [group_along((-1, each.degree, tensor), 1, "experts") for each in experts]
 
         def finish() -> None:
             connect()
             for each, group in zip(experts, groups, strict=True):
-                _split_experts(each, modules[each.module], group)
+                _exchange_tokens(each, modules[each.module], group)
 
         yield finish
 
 
-def undivided(plan: ShardingPlan) -> ShardingPlan:
+def without_parallelism(plan: ShardingPlan) -> ShardingPlan:
     """The plan without TP, CP, EP and tiled MLPs: each rank computes its full microbatch."""
     config = replace(plan.config, context_parallel_degree=1, tiled_mlp=None)
     return replace(plan, split=(), split_experts=(), exchanging=(), tiled=(), config=config)
@@ -98,7 +98,7 @@ def _tensor_mesh(degree: int) -> DeviceMesh:
     return DeviceMesh("cpu", list(range(degree)), mesh_dim_names=("planned",))
 
 
-def _split_layers(modules: Mapping[str, nn.Module], plan: ShardingPlan, mesh: DeviceMesh) -> None:
+def _parallelize_layers(modules: Mapping[str, nn.Module], plan: ShardingPlan, mesh: DeviceMesh) -> None:
     for each in plan.split:
         if each.parallelize is not None and each.path in modules:
             parallelize(modules[each.path], each.parallelize, mesh, source=None)
@@ -108,7 +108,7 @@ def _split_layers(modules: Mapping[str, nn.Module], plan: ShardingPlan, mesh: De
             retie_parameters(modules, names)
 
 
-def _split_experts(layer: SplitExperts, module: nn.Module, group: dist.ProcessGroup) -> None:
+def _exchange_tokens(layer: SplitExperts, module: nn.Module, group: dist.ProcessGroup) -> None:
     """Make the layer exchange tokens, and replace its parameters with the rows that rank 0 gathers."""
     kind, experts = KINDS[layer.kind], Experts(num_experts=layer.num_experts, group=group, is_even=True)
     setattr(module, kind.method, partial(kind.compute, module, experts))

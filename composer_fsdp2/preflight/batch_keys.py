@@ -14,7 +14,7 @@ from composer_fsdp2.preflight.run_file import assumed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchWords:
+class BatchKeys:
     """A system's keys; the first one set applies, searched from the sharding section outwards.
 
     Args:
@@ -39,7 +39,7 @@ _LENGTHS = ("max_seq_length", "max_length", "sequence_length", "max_seq_len", "c
 _ADAM = {"lr": "learning_rate", "weight_decay": "weight_decay", "eps": "adam_epsilon"}
 _OPTIONS = ("lr", "weight_decay", "eps", "betas", "momentum", "nesterov", "amsgrad", "foreach", "fused")
 _OF_COMPOSER = "device_train_microbatch_size"
-_TRAINER = BatchWords(
+_TRAINER = BatchKeys(
     microbatch=("per_device_train_batch_size",),
     accumulation=("gradient_accumulation_steps",),
     sequence=_LENGTHS,
@@ -47,9 +47,9 @@ _TRAINER = BatchWords(
     defaults={"microbatch": 8, "accumulation": 1, "optimizer": "adamw_torch"},
     options=_ADAM,
 )
-BATCH_WORDS: Mapping[str, BatchWords] = {
-    # A migrated file has the original system's keys next to the migrated section.
-    "composer": BatchWords(
+BATCH_KEYS: Mapping[str, BatchKeys] = {
+    # A migrated file still contains the original system's keys next to the migrated section.
+    "composer": BatchKeys(
         microbatch=(
             _OF_COMPOSER,
             "per_device_train_batch_size",
@@ -64,7 +64,7 @@ BATCH_WORDS: Mapping[str, BatchWords] = {
         options={name: f"optimizer.{name}" for name in _OPTIONS},
     ),
     "huggingface": _TRAINER,
-    "axolotl": BatchWords(
+    "axolotl": BatchKeys(
         microbatch=("micro_batch_size",),
         accumulation=("gradient_accumulation_steps",),
         rank_batch=("batch_size",),
@@ -73,14 +73,14 @@ BATCH_WORDS: Mapping[str, BatchWords] = {
         defaults={"microbatch": 1, "accumulation": 1, "optimizer": "adamw_torch", "sequence": 2048},
         options=_ADAM,
     ),
-    "roll": BatchWords(
+    "roll": BatchKeys(
         microbatch=("training_args.per_device_train_batch_size",),
         accumulation=("training_args.gradient_accumulation_steps",),
         sequence=("sequence_length",),
         defaults={"microbatch": 8, "accumulation": 1, "optimizer": "adamw_torch"},
         options={name: f"training_args.{key}" for name, key in _ADAM.items()},
     ),
-    "torchtitan": BatchWords(
+    "torchtitan": BatchKeys(
         microbatch=("training.local_batch_size", "training.batch_size"),
         global_batch=("training.global_batch_size",),
         sequence=("training.seq_len",),
@@ -122,25 +122,25 @@ def read_batches(
     Raises:
         ConfigError: a value is not a positive integer, or the global batch is not divisible by ``num_data_ranks``.
     """
-    words, findings = BATCH_WORDS[dialect], list[Finding]()
+    known, findings = BATCH_KEYS[dialect], list[Finding]()
 
     def number(field: str, given: int | None = None) -> Any:
-        path, value = _first(section, getattr(words, field)) if given is None else ((), given)
+        path, value = _first(section, getattr(known, field)) if given is None else ((), given)
         key = ".".join(map(str, path))
         if value == "auto":
             value = None
         if value is None:
-            key = (*getattr(words, field), field)[0]
-            value = words.defaults.get(field, _USUAL[field])
+            key = (*getattr(known, field), field)[0]
+            value = known.defaults.get(field, _USUAL[field])
             value = min(value, longest) if field == "sequence" and longest else value
-            why = "the system's own default" if field in words.defaults else "assumed"
+            why = "the system's own default" if field in known.defaults else "assumed"
             option = {"microbatch": "give --microbatch", "sequence": "give --sequence"}.get(field, "")
-            findings.append(assumed(key, value, f"no key of the file says it; {why}", option))
+            findings.append(assumed(key, value, f"no key of the file sets it; {why}", option))
         return value if field == "optimizer" else _whole(key, value)
 
     rows, tokens = number("microbatch", microbatch), number("sequence", _lengths(section, sequence))
-    path, batch = _first(section, words.global_batch)
-    of_rank, rank_batch = _first(section, words.rank_batch)
+    path, batch = _first(section, known.global_batch)
+    of_rank, rank_batch = _first(section, known.rank_batch)
     key = ".".join(map(str, path))
     if batch not in (None, "auto", -1):  # -1 is TorchTitan's default: all ranks' microbatches, without accumulation
         batch = _whole(key, batch)
@@ -154,10 +154,10 @@ def read_batches(
     elif of_rank:
         count = max(_whole(str(of_rank[-1]), rank_batch) // rows, 1)
     else:
-        count = number("accumulation") if words.accumulation else 1
+        count = number("accumulation") if known.accumulation else 1
     name = str(number("optimizer"))
-    found = {own: _first(section, [key])[1] for own, key in words.options.items()}
-    options = {own: words.defaults.get(own) if value is None else value for own, value in found.items()}
+    found = {own: _first(section, [key])[1] for own, key in known.options.items()}
+    options = {own: known.defaults.get(own) if value is None else value for own, value in found.items()}
     return Batches(
         microbatch=rows,
         num_microbatches=count,
@@ -191,17 +191,17 @@ def batch_keys(dialect: str, section: Section, *, rows: int, number: int, global
         number: Microbatches per batch of a rank.
         global_rows: Rows of the global batch.
     """
-    words = BATCH_WORDS[dialect]
+    known = BATCH_KEYS[dialect]
     if dialect == "torchtitan":  # without global_batch_size, a rank's batch would be one microbatch
         keys = {"batch_size": None, "local_batch_size": rows, "global_batch_size": global_rows}
         return {("training", key): value for key, value in keys.items()}
-    path, _ = _first(section, (*words.microbatch, *words.global_batch))
+    path, _ = _first(section, (*known.microbatch, *known.global_batch))
     if not path:
         return {}
     *above, key = path
-    if key == _OF_COMPOSER or key in words.global_batch:
+    if key == _OF_COMPOSER or key in known.global_batch:
         return {(*above, _OF_COMPOSER): rows}
-    of_rank, _ = _first(section, words.rank_batch)  # axolotl rejects both of rank_batch and accumulation
+    of_rank, _ = _first(section, known.rank_batch)  # axolotl rejects both of rank_batch and accumulation
     return {path: rows, (*above, "gradient_accumulation_steps"): number, **({of_rank: None} if of_rank else {})}
 
 

@@ -1,6 +1,7 @@
-"""Context parallelism in a Trainer: LLM Foundry's MPT, microbatches, labels and metrics of a part of each sequence.
+"""Context parallelism in a Trainer: LLM Foundry's MPT, microbatches, and the labels and metrics of local sequence
+shards.
 
-The parts, and Hugging Face's models, are ``composer_fsdp2/parallel``'s; see [Note: context parallelism] there.
+Sequence sharding and Hugging Face models are in ``composer_fsdp2/parallel``; see [Note: context parallelism] there.
 """
 
 import contextlib
@@ -24,17 +25,18 @@ from composer_fsdp2.training.run import find_context
 from .seams import seam
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a Trainer does with batches and outputs
+# Batches and outputs in a Trainer
 
 
 _COUNTED = "loss_generating"
 
 
 @contextlib.contextmanager
-def weighed_microbatch(trainer: Any) -> Iterator[None]:
-    """Note by what the Trainer multiplies the loss of its microbatch, which the block computes.
+def weighted_microbatch(trainer: Any) -> Iterator[None]:
+    """Record the factor by which the Trainer multiplies the microbatch's loss, which the group's ranks compute.
 
-    It counts tokens again where we have: on the device, for which the host waits. There it gets our number.
+    The Trainer would count tokens on the device again, and the host would wait for the result; it gets the recorded
+    number.
     """
     if (group := find_context(trainer.state.model)) is None:
         yield
@@ -57,8 +59,8 @@ def weighed_microbatch(trainer: Any) -> Iterator[None]:
 @seam(
     "composer.devices.device",
     "Device.batch_to_device",
-    why="whether padding needs a mask under context parallelism is read of a batch in host memory; read on the device, "
-    "the host would wait there in each microbatch",
+    why="whether padding needs a mask under context parallelism is read from the batch in host memory; on the device "
+    "it would synchronise in each microbatch",
 )
 def batch_to_device(original: Callable[..., Any], self: Any, batch: Any) -> Any:
     moved = original(self, batch)
@@ -72,10 +74,10 @@ _TASKS = ("generate", "icl_task")
 @seam(
     "composer.models.huggingface",
     "HuggingFaceModel.eval_forward",
-    why="under context parallelism outputs are of a part of each sequence, and the metrics' labels of the whole",
+    why="under context parallelism outputs cover a part of each sequence, and the metrics' labels all of it",
 )
 def eval_forward(original: Callable[..., Any], self: Any, batch: Any, outputs: Any = None) -> Any:
-    """With the labels of this rank's part; a metric adds up the parts of all ranks."""
+    """Evaluate with the labels of this rank's sequence shard; metrics are summed over all ranks."""
     group = find_context(self)
     if group is None:
         return original(self, batch, outputs)
@@ -86,7 +88,7 @@ def eval_forward(original: Callable[..., Any], self: Any, batch: Any, outputs: A
     before, self.labels = self.labels, None
     with group.returning_parts():
         output = original(self, batch, outputs)
-    if self.labels is None:  # it shifts none where the model computes the loss itself
+    if self.labels is None:  # it does not shift labels if the model computes the loss
         self.labels = before
     else:
         self.labels = group.shifted_labels(self.labels, is_shifted=True)
@@ -94,10 +96,10 @@ def eval_forward(original: Callable[..., Any], self: Any, batch: Any, outputs: A
 
 
 def refuse_tasks(state: State) -> None:
-    """Called on all ranks before a fit, once the model is sharded.
+    """Called on all ranks before a fit, after the model is sharded.
 
     Raises:
-        UnsupportedError: an evaluator or a callback would need whole sequences on every rank; names them.
+        UnsupportedError: an evaluator or a callback needs full sequences on every rank; names them.
     """
     if find_context(state.model) is None:
         return
@@ -120,7 +122,7 @@ def _no_tasks(what: str) -> UnsupportedError:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# LLM Foundry's MPT: what is known of a model
+# LLM Foundry's MPT: properties of the model
 
 _MPT = "llmfoundry.models.mpt.modeling_mpt"
 
@@ -162,7 +164,7 @@ def _problems(model: Any) -> Iterator[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# LLM Foundry's MPT: a part of its sequences
+# LLM Foundry's MPT: sharded sequences
 
 
 def _start(whole: Any, model: Any, attentions: Sequence[Any], group: ContextGroup) -> Callable[[], None]:
@@ -172,15 +174,15 @@ def _start(whole: Any, model: Any, attentions: Sequence[Any], group: ContextGrou
     transformer.forward = _padded_forward(transformer.forward, group)
     model.generate = functools.partial(refuse_generation, "generate")
     if transformer.rope:
-        transformer.rotary_embedding.forward = _rotary_of_part(transformer.rotary_embedding.forward, group)
+        transformer.rotary_embedding.forward = _local_rotary(transformer.rotary_embedding.forward, group)
     for attention in attentions:
-        attention.attn_fn = _exchanged(attention.attn_fn, layers)
+        attention.attn_fn = _with_all_to_all(attention.attn_fn, layers)
     trainers = [each for each in whole.modules() if getattr(each, "model", None) is model and hasattr(each, "loss_fn")]
     group.divides_losses = group.divides_losses and bool(trainers)
     if group.divides_losses:
-        model.forward = _forward_of_part(model.forward, group)
+        model.forward = _local_forward(model.forward, group)
         for composer_model in trainers:
-            composer_model.loss = functools.partial(_loss_of_part, composer_model, group)
+            composer_model.loss = functools.partial(_local_loss, composer_model, group)
     return functools.partial(layers.connect, model)
 
 
@@ -188,10 +190,10 @@ _FILL = {"input_ids": 0, "inputs_embeds": 0, "attention_mask": 0, "sequence_id":
 
 
 def _padded_forward(forward: Callable[..., Any], group: ContextGroup) -> Callable[..., Any]:
-    """The transformer's forward, on rows that the ranks can divide."""
+    """The transformer's forward with sequences padded to a multiple of the ranks."""
 
     @functools.wraps(forward)
-    def of_part(input_ids: Any = None, **kwargs: Any) -> Any:
+    def local_forward(input_ids: Any = None, **kwargs: Any) -> Any:
         for name in ("past_key_values", "output_attentions", "output_hidden_states"):
             if kwargs.get(name):
                 refuse_generation(f"a forward with {name}")
@@ -203,30 +205,31 @@ def _padded_forward(forward: Callable[..., Any], group: ContextGroup) -> Callabl
             output.last_hidden_state = output.last_hidden_state[:, :length]
         return output
 
-    return of_part
+    return local_forward
 
 
-def _forward_of_part(forward: Callable[..., Any], group: ContextGroup) -> Callable[..., Any]:
+def _local_forward(forward: Callable[..., Any], group: ContextGroup) -> Callable[..., Any]:
     @functools.wraps(forward)
-    def of_part(*args: Any, **kwargs: Any) -> Any:
+    def local_forward(*args: Any, **kwargs: Any) -> Any:
         with group.returning_parts():
             return forward(*args, **kwargs)
 
-    return of_part
+    return local_forward
 
 
-def _rotary_of_part(forward: Callable[..., Any], group: ContextGroup) -> Callable[..., Any]:
-    """Angles of this rank's places, of the positions of whole rows."""
+def _local_rotary(forward: Callable[..., Any], group: ContextGroup) -> Callable[..., Any]:
+    """Compute rotary angles for this rank's positions."""
 
     @functools.wraps(forward)
-    def of_part(x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+    def local_forward(x: torch.Tensor, position_ids: torch.Tensor) -> Any:
         return forward(x=x, position_ids=group.part(position_ids))
 
-    return of_part
+    return local_forward
 
 
-def _exchanged(attend: Callable[..., Any], layers: DividedLayers) -> Callable[..., Any]:
-    """An attention function of MPT: tensors are (batch, places, heads x features), masks and biases of whole rows."""
+def _with_all_to_all(attend: Callable[..., Any], layers: DividedLayers) -> Callable[..., Any]:
+    """Wrap MPT's attention function in all-to-alls. Tensors are (batch, positions, heads x features); masks and biases
+    cover full sequences."""
     group = layers.group
 
     @functools.wraps(attend)
@@ -252,8 +255,8 @@ def _exchanged(attend: Callable[..., Any], layers: DividedLayers) -> Callable[..
     return exchanged
 
 
-def _loss_of_part(model: Any, group: ContextGroup, outputs: Any, batch: Mapping[str, Any]) -> torch.Tensor:
-    """``ComposerMPTCausalLM.loss``: of the mean over all ranks' places, this rank's share."""
+def _local_loss(model: Any, group: ContextGroup, outputs: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+    """Replaces ``ComposerMPTCausalLM.loss``: this rank's contribution to the mean over all ranks' tokens."""
     logits = outputs.logits
     labels = group.shifted_labels(batch["labels"], is_shifted=not model.shift_labels)
     losses = model.loss_fn(logits.view(-1, logits.shape[-1]), labels.view(-1))

@@ -186,7 +186,7 @@ class Reward(nn.Module):
 
 
 def check_reward(kind: str, degree: int) -> None:
-    import composer_fsdp2.compat.context  # registers the MPT adapter, as install() does
+    import composer_fsdp2.compat.context_parallel  # registers the MPT adapter, as install() does
 
     del composer_fsdp2
     torch.set_default_dtype(torch.float64)
@@ -214,7 +214,7 @@ def test_a_head_on_mpt_sees_whole_rows():
 
 
 def plan_of(model: nn.Module, degree: int = 2) -> Any:
-    import composer_fsdp2.compat.context  # registers the MPT adapter, as install() does
+    import composer_fsdp2.compat.context_parallel  # registers the MPT adapter, as install() does
 
     del composer_fsdp2
     holder = nn.Module()

@@ -2,8 +2,9 @@
 
 CUDA's autocast has more fp32 operators than the CPU's: norms, softmax and powers run in fp32 and save fp32 tensors for
 backward, where the CPU saves bf16. The lists below are those of ATen/autocast_mode.h, which
-``tests/estimate/test_as_cuda.py`` checks. CPU autocast covers all lower-precision operators that matter for a model's
-memory. CUDA's attention kernels apply dropout without saving a mask, and offloaded activations leave the device.
+``tests/estimate/test_emulate_cuda.py`` checks. CPU autocast covers all lower-precision operators that matter for a
+model's memory. CUDA's attention kernels apply dropout without saving a mask, and offloaded activations leave the
+device.
 """
 
 import contextlib
@@ -20,10 +21,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from composer_fsdp2._torch.replaced import replaced
 from composer_fsdp2.estimate._torch.live import LiveStorages
 
-_words = str.split
+_names = str.split
 
 # All tensor arguments are cast to fp32.
-FP32 = _words(
+FP32 = _names(
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar "
     "pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim "
     "nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d "
@@ -34,19 +35,19 @@ FP32 = _words(
     "_upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa"
 )
 # Called with dtype=torch.float32, unless the caller passes a dtype.
-FP32_RESULT = _words(
+FP32_RESULT = _names(
     "prod prod.dim_int prod.dim_Dimname softmax.int softmax.Dimname log_softmax.int log_softmax.Dimname cumprod "
     "cumprod.dimname cumsum cumsum.dimname linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord sum "
     "sum.dim_IntList sum.dim_DimnameList norm.Scalar norm.ScalarOpt_dim norm.names_ScalarOpt_dim"
 )
 # All tensor arguments are cast to their widest dtype.
-WIDEST = _words("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add")
+WIDEST = _names("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add")
 
 _HALF = (torch.bfloat16, torch.float16)
 
 
 @contextlib.contextmanager
-def as_cuda(live: LiveStorages) -> Iterator[None]:
+def emulate_cuda(live: LiveStorages) -> Iterator[None]:
     """Make autocast, attention and activation offloading of CPU tensors behave as on a GPU in the block.
 
     Args:
@@ -66,12 +67,12 @@ def as_cuda(live: LiveStorages) -> Iterator[None]:
         library._destroy()
 
 
-_ask = torch.is_autocast_enabled
+_is_autocast_enabled_for = torch.is_autocast_enabled
 
 
 def _is_autocast_enabled(*device_type: str) -> bool:
     """Without a device type, models query CUDA's autocast."""
-    return _ask(*device_type) if device_type else _ask("cpu")
+    return _is_autocast_enabled_for(*device_type) if device_type else _is_autocast_enabled_for("cpu")
 
 
 def _saved_on_host(live: LiveStorages) -> saved_tensors_hooks:

@@ -1,4 +1,4 @@
-"""Which modules are recomputed or offloaded: by a model's own hooks, or by the classes that the configuration names."""
+"""Select the modules to recompute or offload: by the model's hooks, or by class."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,10 +18,10 @@ CheckFn = Callable[[nn.Module], Any]
 _POLICY = "activation_checkpointing_policy"
 
 
-def choose_recomputed(
+def choose_checkpointed(
     model: nn.Module, modules: Mapping[str, nn.Module], config: ShardingConfig, roots: Mapping[str, nn.Module]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The paths of what is recomputed or offloaded, and what the report says of the classes that choose it."""
+    """The paths of the modules to recompute or offload, and notes on the classes that select them."""
     if not config.activation_checkpointing.enabled:
         return (), ()
     names = config.activation_checkpointing.classes
@@ -39,11 +39,11 @@ def choose_recomputed(
 def select_checkpointed(
     model: nn.Module, check_fn: CheckFn | None = None, *, below_unwrapped: bool = False
 ) -> list[str]:
-    """The paths whose activations the model's hooks want recomputed, children before parents; only reads.
+    """The paths of modules that the model's hooks select for recomputation, children before parents. Reads only.
 
     Args:
-        check_fn: Asked instead of the hooks.
-        below_unwrapped: Also in direct children with ``_fsdp_wrap = False``, as Composer's FSDP2 did.
+        check_fn: Replaces the hooks.
+        below_unwrapped: Also search direct children with ``_fsdp_wrap = False``, as Composer's FSDP2 does.
     """
     paths: list[str] = []
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -61,17 +61,17 @@ def _notes_of_policy(
     types: Sequence[type[nn.Module]],
     checkpointed: Sequence[str],
 ) -> Iterator[str]:
-    """Whom the configuration keeps from choosing, and what it chose in vain."""
-    unasked = [name for name, child in roots.items() if hook_of(child, "activation_checkpointing_fn")]
-    if unasked:
-        yield f"{_POLICY} takes the place of the activation_checkpointing_fn of {and_more(unasked)}, which is not asked"
-    # A compiled module is wrapped from outside.
+    """Note hooks that the configuration replaces, and classes without a selected module."""
+    ignored_fns = [name for name, child in roots.items() if hook_of(child, "activation_checkpointing_fn")]
+    if ignored_fns:
+        yield (f"{_POLICY} replaces the activation_checkpointing_fn of {and_more(ignored_fns)}, which is not called")
+    # The wrapper of a compiled module is outside of it.
     chosen = [module for path in checkpointed for module in (modules[path], *modules[path].children())]
     for cls in types:
         if not any(isinstance(module, cls) for module in chosen):
             yield (
-                f"{_POLICY} names {cls.__name__}, and none is chosen: each lies in a part that FSDP1 left out, has "
-                "_activation_checkpointing = False or no forward to run again, or is wrapped already"
+                f"{_POLICY} names {cls.__name__}, but none is selected: each is in a part that FSDP1 excludes, has "
+                "_activation_checkpointing = False or no forward, or is already wrapped"
             )
 
 
@@ -94,7 +94,7 @@ def _is_checkpointed(path: str, module: nn.Module, choose: CheckFn | None) -> bo
 def _bottom_up(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     seen.add(module)
     if isinstance(module, ActivationWrapper):
-        return  # the user wrapped it: what lies inside is theirs
+        return  # the user's wrapper; its submodules are not changed
     for name, child in module.named_children():
         if child not in seen:
             yield from _bottom_up(child, join(path, name), seen)

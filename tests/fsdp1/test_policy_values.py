@@ -12,13 +12,13 @@ from support.examples import examples
 from support.translations import config_of, refused
 
 from composer_fsdp2.config.wrap import Wrap, WrapKind
-from composer_fsdp2.fsdp1.policy_words import (
-    checkpointed_words,
-    freeze_words,
+from composer_fsdp2.fsdp1.policy_values import (
+    checkpointed_value,
+    freeze_value,
     parse_checkpointed_classes,
     parse_freeze,
     parse_wrap_policy,
-    wrap_policy_words,
+    wrap_policy_value,
 )
 
 LAYERS = "transformer_layer_cls_to_wrap"
@@ -147,6 +147,6 @@ def test_words_mean_what_they_are_written_for(
     wrap: Wrap, checkpointed: tuple[str, ...] | None, frozen: tuple[str, ...]
 ):
     """Otherwise a migrated file would have other units than the original."""
-    assert parse_wrap_policy(wrap_policy_words(wrap)) == wrap
-    assert parse_checkpointed_classes(checkpointed_words(checkpointed)) == checkpointed
-    assert parse_freeze(freeze_words(frozen)) == frozen
+    assert parse_wrap_policy(wrap_policy_value(wrap)) == wrap
+    assert parse_checkpointed_classes(checkpointed_value(checkpointed)) == checkpointed
+    assert parse_freeze(freeze_value(frozen)) == frozen

@@ -1,4 +1,4 @@
-"""The values of the keys that say how ranks compute together, each parsed once, and back to words."""
+"""Parse and format the values of the parallelism keys."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 from composer_fsdp2.config.parallel import BroadcastBatch, IdleExperts, TiledMLP
 from composer_fsdp2.config.text import did_you_mean, short
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.fsdp1.policy_words import AUTO, class_names
+from composer_fsdp2.fsdp1.policy_values import AUTO, class_names
 
 TILED_KEYS = _CLASSES, _CHUNKS = ("classes", "chunks")
 
 
 def parse_broadcast_batch(value: object) -> BroadcastBatch | None:
-    """None: as the kinds of parallelism need it."""
+    """None: the default of the parallelism in use."""
     if value is None:
         return None
     if isinstance(value, str | bool) and value in (each.value for each in BroadcastBatch):
@@ -24,14 +24,14 @@ def parse_broadcast_batch(value: object) -> BroadcastBatch | None:
 
 
 def parse_check_data(value: object) -> bool | None:
-    """None: where ranks share a batch."""
+    """None: check if ranks share a batch."""
     if isinstance(value, bool | None):
         return value
     raise ConfigError(f"{value!r} ({type(value).__name__}); it is true, false or null")
 
 
 def parse_tiled_mlp(value: object) -> TiledMLP | None:
-    """Which MLPs are computed in pieces, and in how many."""
+    """Parse the MLP classes and the number of chunks."""
     if value is None:
         return None
     if not isinstance(value, Mapping):
@@ -50,13 +50,13 @@ def parse_tiled_mlp(value: object) -> TiledMLP | None:
         raise ConfigError(f"{short(given)}, in which {error}") from error
 
 
-def tiled_words(tiled: TiledMLP | None) -> dict[str, Any] | None:
-    """The value of ``tiled_mlp`` that means this."""
+def tiled_mlp_value(tiled: TiledMLP | None) -> dict[str, Any] | None:
+    """Inverse of ``parse_tiled_mlp``."""
     return None if tiled is None else {_CLASSES: list(tiled.classes), _CHUNKS: tiled.chunks}
 
 
 def parse_idle_experts(value: object) -> IdleExperts | None:
-    """What ranks do with experts that none of their tokens chose; None: they pass over them."""
+    """Parse how ranks treat experts without tokens; None: they skip them."""
     if value is None:
         return None
     words = [each.value for each in IdleExperts]
@@ -66,7 +66,7 @@ def parse_idle_experts(value: object) -> IdleExperts | None:
 
 
 def parse_idle_towers(value: object) -> tuple[str, ...] | None:
-    """The paths of parts that a batch may not enter; empty for ``auto``, None where the key says nothing."""
+    """Parse the paths of towers; empty for ``auto``, None without the key."""
     if value is None:
         return None
     if isinstance(value, str) and value == AUTO:
@@ -84,6 +84,6 @@ def parse_idle_towers(value: object) -> tuple[str, ...] | None:
     return tuple(dict.fromkeys(paths))
 
 
-def idle_towers_words(towers: tuple[str, ...] | None) -> list[str] | str | None:
-    """The value of ``idle_towers`` that means this."""
+def idle_towers_value(towers: tuple[str, ...] | None) -> list[str] | str | None:
+    """Inverse of ``parse_idle_towers``."""
     return None if towers is None else list(towers) or AUTO

@@ -11,19 +11,19 @@ from composer_fsdp2.preflight.preflight_run import PreflightRun
 
 # Keys of model configurations whose layers use random numbers without an nn.Dropout module. Classification and summary
 # heads are not trained here.
-_DRAWN = re.compile(r"(?!summary|classifier).*(dropout|pdrop|jitter)")
+_RANDOM = re.compile(r"(?!summary|classifier).*(dropout|pdrop|jitter)")
 
 
-def left_alone(run: PreflightRun) -> dict[str, str]:
+def fixed_settings(run: PreflightRun) -> dict[str, str]:
     """Map fields of ``Settings`` to the reason for not changing them; the last reason wins."""
     return dict(_reasons(run))
 
 
 def _reasons(run: PreflightRun) -> Iterator[tuple[str, str]]:
     if any(finding.key.endswith("microbatch_size") and finding.value == "auto" for finding in run.findings):
-        yield "microbatch_size", "the file leaves them to auto; what is said here is of 1 row"
-    if drawn := next(_drawn(run.model), ""):
-        yield "microbatch_size", f"{drawn} draws other random numbers for other microbatches"
+        yield "microbatch_size", "the file sets auto; these numbers are for 1 row"
+    if random_part := next(_random_parts(run.model), ""):
+        yield "microbatch_size", f"{random_part} draws other random numbers for other microbatches"
     if num_experts(run.model) > 1:
         yield "microbatch_size", "what balances experts is summed up over a microbatch"
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in run.model.modules()):
@@ -31,11 +31,11 @@ def _reasons(run: PreflightRun) -> Iterator[tuple[str, str]]:
         yield from ((setting, why) for setting in ("microbatch_size", "activations"))
     blocking = next((each for each in (*run.translation.findings, *run.findings) if each.outcome.blocks), None)
     if blocking is not None:
-        why = f"{blocking.key} asks for a decision first"
+        why = f"{blocking.key} needs a decision first"
         yield from ((setting, why) for setting in ("microbatch_size", "replicas"))
 
 
-def _drawn(model: nn.Module) -> Iterator[str]:
+def _random_parts(model: nn.Module) -> Iterator[str]:
     """The parts of a model that use random numbers in training."""
     seen: set[int] = set()
     for name, module in model.named_modules():
@@ -45,12 +45,12 @@ def _drawn(model: nn.Module) -> Iterator[str]:
         values = config.to_dict() if hasattr(config, "to_dict") else config
         if isinstance(values, Mapping) and id(config) not in seen:
             seen.add(id(config))
-            yield from _drawn_by(values)
+            yield from _random_settings(values)
 
 
-def _drawn_by(config: Mapping[str, Any]) -> Iterator[str]:
+def _random_settings(config: Mapping[str, Any]) -> Iterator[str]:
     for key, value in config.items():
         if isinstance(value, Mapping):
-            yield from _drawn_by(value)
-        elif isinstance(value, int | float) and not isinstance(value, bool) and value > 0 and _DRAWN.match(str(key)):
+            yield from _random_settings(value)
+        elif isinstance(value, int | float) and not isinstance(value, bool) and value > 0 and _RANDOM.match(str(key)):
             yield f"{key} of the model"

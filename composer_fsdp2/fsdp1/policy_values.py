@@ -1,6 +1,6 @@
-"""The keys that choose modules: ``wrap_policy``, ``activation_checkpointing_policy`` and ``freeze``, and back to words.
+"""Parse and format ``wrap_policy``, ``activation_checkpointing_policy``, ``freeze`` and ``train_only``.
 
-The words of ``wrap_policy`` are ROLL's (``strategy_config.wrap_policy``), and ``min_num_params`` FSDP1's.
+The keys of ``wrap_policy`` are those of ROLL (``strategy_config.wrap_policy``), plus FSDP1's ``min_num_params``.
 """
 
 import math
@@ -12,14 +12,13 @@ from composer_fsdp2.config.text import did_you_mean, short
 from composer_fsdp2.config.wrap import AUTO_EXPERTS, Wrap, WrapKind
 from composer_fsdp2.errors import ConfigError
 
-AUTO = "auto"  # the classes that the model itself names
+AUTO = "auto"  # the classes in the model's _no_split_modules
 _CLASSES, _SIZE = "transformer_layer_cls_to_wrap", "min_num_params"
 WRAP_KEYS = (_CLASSES, "wrap_embeddings", "wrap_lm_output", "moe_experts", _SIZE)
 
 
 def parse_wrap_policy(value: object) -> Wrap:
-    """Layers by class or modules by size, and what else is to be a unit; None leaves it to the model's hooks, and a key
-    that is None was not given."""
+    """Parse the rule that selects units; None: the model's hooks. A key with value None counts as absent."""
     if value is None:
         return Wrap()
     if not isinstance(value, Mapping):
@@ -29,15 +28,15 @@ def parse_wrap_policy(value: object) -> Wrap:
         if key not in WRAP_KEYS:
             way_out = did_you_mean(key, WRAP_KEYS, f"it takes {', '.join(WRAP_KEYS)}")
             raise ConfigError(f"{short(given)}, with the unknown key {key}{way_out}")
-    held = {key: each for key, each in given.items() if each is not None}
-    if (_CLASSES in held) == (_SIZE in held):
-        fault = "gives both" if _CLASSES in held else "gives neither"
+    present = {key: each for key, each in given.items() if each is not None}
+    if (_CLASSES in present) == (_SIZE in present):
+        fault = "gives both" if _CLASSES in present else "gives neither"
         raise ConfigError(
-            f"{short(given)}, which {fault} {_CLASSES} {'and' if _CLASSES in held else 'nor'} {_SIZE}; give one: "
+            f"{short(given)}, which {fault} {_CLASSES} {'and' if _CLASSES in present else 'nor'} {_SIZE}; give one: "
             f"{_CLASSES} is a list of classes, {AUTO} for those that the model names, or [] for none"
         )
     try:
-        return _wrap_of(held)
+        return _wrap_of(present)
     except ConfigError as error:
         raise ConfigError(f"{short(given)}, in which {error}") from error
 
@@ -46,8 +45,8 @@ def _wrap_of(given: Mapping[str, Any]) -> Wrap:
     embeddings, output = _flag(given, "wrap_embeddings"), _flag(given, "wrap_lm_output")
     experts = _experts(given.get("moe_experts", ()))
     if _SIZE in given:
-        asked = {"wrap_embeddings": embeddings, "wrap_lm_output": output, "moe_experts": experts}
-        beside = next((key for key, each in asked.items() if each), None)
+        others = {"wrap_embeddings": embeddings, "wrap_lm_output": output, "moe_experts": experts}
+        beside = next((key for key, each in others.items() if each), None)
         if beside is not None:
             raise ConfigError(f"{beside} stands beside {_SIZE}, which chooses by size alone; leave one of them out")
         return Wrap(kind=WrapKind.SIZE, min_num_params=_number(given[_SIZE]))
@@ -62,7 +61,7 @@ def _wrap_of(given: Mapping[str, Any]) -> Wrap:
 
 
 def _experts(value: object) -> tuple[str, ...]:
-    """True is what a person writes beside ``wrap_embeddings: true``: those that the model calls experts."""
+    """True, as in ``wrap_embeddings: true``, means all modules named as experts."""
     if isinstance(value, bool):
         return AUTO_EXPERTS if value else ()
     return AUTO_EXPERTS if _is_auto(value) else class_names(value, "moe_experts", f"class names, or {AUTO}")
@@ -80,7 +79,7 @@ def _flag(given: Mapping[str, Any], key: str) -> bool:
 
 
 def _number(value: object) -> int:
-    """1e8 is a string to PyYAML, and a float to OmegaConf."""
+    """1e8 is a string in PyYAML, and a float in OmegaConf."""
     number: object = value
     if isinstance(value, str):
         try:
@@ -95,7 +94,7 @@ def _number(value: object) -> int:
 
 
 def class_names(value: object, key: str, what: str) -> tuple[str, ...]:
-    """One name, or a list of them, each once."""
+    """Parse one name or a list of names, without duplicates."""
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, Sequence) or isinstance(names, bytes):
         raise ConfigError(f"{key} is {value!r}; give a list of {what}")
@@ -108,23 +107,23 @@ def class_names(value: object, key: str, what: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def wrap_policy_words(wrap: Wrap) -> dict[str, Any] | None:
-    """The value of ``wrap_policy`` that means this; None for the hooks."""
+def wrap_policy_value(wrap: Wrap) -> dict[str, Any] | None:
+    """Inverse of ``parse_wrap_policy``; None for the hooks."""
     if wrap.kind is WrapKind.HOOKS:
         return None
     if wrap.kind is WrapKind.SIZE:
         return {_SIZE: wrap.min_num_params}
     classes = list(wrap.classes) or ([] if wrap.kind is WrapKind.ROOT else AUTO)
-    others = {"wrap_embeddings": wrap.embeddings, "wrap_lm_output": wrap.output, "moe_experts": _expert_words(wrap)}
+    others = {"wrap_embeddings": wrap.embeddings, "wrap_lm_output": wrap.output, "moe_experts": _experts_value(wrap)}
     return {_CLASSES: classes, **{key: value for key, value in others.items() if value}}
 
 
-def _expert_words(wrap: Wrap) -> list[str] | str:
+def _experts_value(wrap: Wrap) -> list[str] | str:
     return AUTO if wrap.experts == AUTO_EXPERTS else list(wrap.experts)
 
 
 def parse_checkpointed_classes(value: object) -> tuple[str, ...] | None:
-    """The classes whose modules are recomputed; empty for those that the model names, None for the hooks'."""
+    """Parse the classes of recomputed modules; empty for the model's ``_no_split_modules``, None for the hooks."""
     if value is None:
         return None
     if _is_auto(value):
@@ -138,13 +137,13 @@ def parse_checkpointed_classes(value: object) -> tuple[str, ...] | None:
     return names
 
 
-def checkpointed_words(classes: tuple[str, ...] | None) -> list[str] | str | None:
-    """The value of ``activation_checkpointing_policy`` that means this."""
+def checkpointed_value(classes: tuple[str, ...] | None) -> list[str] | str | None:
+    """Inverse of ``parse_checkpointed_classes``."""
     return None if classes is None else list(classes) or AUTO
 
 
 def parse_freeze(value: object) -> tuple[str, ...]:
-    """Paths of modules or parameters, without the dot that may end them, each once."""
+    """Parse paths of modules or parameters, without a trailing dot and without duplicates."""
     if value is None:
         return ()
     paths = [value] if isinstance(value, str) else value
@@ -160,7 +159,7 @@ def parse_freeze(value: object) -> tuple[str, ...]:
 
 
 def parse_train_only(value: object) -> tuple[str, ...]:
-    """Regular expressions of names of parameters, each once."""
+    """Parse regular expressions of parameter names, without duplicates."""
     if value is None:
         return ()
     patterns = [value] if isinstance(value, str) else value
@@ -175,6 +174,6 @@ def parse_train_only(value: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(patterns))
 
 
-def freeze_words(frozen: tuple[str, ...]) -> list[str] | None:
-    """The value of ``freeze`` or ``train_only`` that means this."""
+def freeze_value(frozen: tuple[str, ...]) -> list[str] | None:
+    """Inverse of ``parse_freeze`` and ``parse_train_only``."""
     return list(frozen) or None

@@ -1,7 +1,7 @@
-"""Parts of a model that a batch may not enter: the towers of transformers' models of text and something else.
+"""Towers: submodules that only some batches use, such as the vision encoder of a multimodal transformers model.
 
-A unit in such a part is gathered by the ranks that have an image, or a sound, in their batch. The others stand at the
-next unit meanwhile: gloo aborts the process, NCCL waits. With ``idle_towers`` they run the part on an example
+Only ranks whose batch contains an image, or audio, all-gather the units of such a tower. The other ranks wait at the
+next unit: gloo aborts the process, NCCL hangs. With ``idle_towers`` the other ranks run the tower on an example input
 (``parallel/idle_towers.py``).
 """
 
@@ -14,73 +14,76 @@ from composer_fsdp2.config.parallel import TowerModel
 from composer_fsdp2.config.text import and_more, did_you_mean
 from composer_fsdp2.config.wrap import Wrap, WrapKind
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.fsdp1.policies import given_by, input_embeddings, output_embeddings
+from composer_fsdp2.fsdp1.policies import call_getter, input_embeddings, output_embeddings
 from composer_fsdp2.sharding.modules import ancestors_or_self, first_paths, has_forward, is_at_or_under, is_pretrained
 from composer_fsdp2.sharding.ties import join
 
 
-def notes_of_towers(modules: Mapping[str, nn.Module], wrap: Wrap, units: Sequence[str]) -> Iterator[str]:
-    """What units in such parts may lead to, and what to choose instead.
+def notes_on_towers(modules: Mapping[str, nn.Module], wrap: Wrap, units: Sequence[str]) -> Iterator[str]:
+    """Warn of units in towers, and suggest alternatives.
 
     Args:
-        modules: Those of the model, by every path.
-        units: The paths of what the policy chose.
+        modules: All modules of the model, by every path.
+        units: Paths of the units chosen by the policy.
     """
-    found = towers(modules)
+    found = find_towers(modules)
     inside = {tower: [path for path in units if is_at_or_under(path, tower)] for tower in found}
     elsewhere = [modules[path] for path in units if not any(is_at_or_under(path, tower) for tower in found)]
     for tower, paths in inside.items():
         if paths:
             yield (
-                f"wrap_policy makes units in {tower} ({type(modules[tower]).__name__}), which a batch without anything "
-                f"for it does not enter: {and_more(paths)}. Unless every batch of every rank enters it, ranks wait for "
-                "each other without end, or abort; set idle_towers: auto, with which a rank without anything for it "
-                "runs it on an example; or leave it in the unit around it, which is right for any batch, too: "
-                f"{_instead(modules[''], wrap, elsewhere)}"
+                f"wrap_policy makes units in {tower} ({type(modules[tower]).__name__}), which a batch without inputs "
+                f"for it does not use: {and_more(paths)}. Unless every batch of every rank uses it, ranks hang or "
+                "abort; set idle_towers: auto, with which a rank without inputs for it runs it on an example; or "
+                "leave it in the unit around it, which is correct for any batch, too: "
+                f"{_way_out(modules[''], wrap, elsewhere)}"
             )
 
 
-def notes_of_trained_towers(
+def notes_on_trained_towers(
     modules: Mapping[str, nn.Module], units: Collection[str], frozen: Collection[str]
 ) -> Iterator[str]:
-    """What a unit leads to of which nothing but such parts is trained.
+    """Warn of units whose trained parameters are all in towers.
 
     Args:
-        modules: Those of the model, by every path.
-        units: The paths of all units.
-        frozen: The names of parameters that will not be trained.
+        modules: All modules of the model, by every path.
+        units: Paths of all units.
+        frozen: Names of parameters that are not trained.
     """
     parts = [
-        part for caller, found in _by_caller(modules, towers(modules)) for part in _optional(caller, modules, found)
+        part
+        for caller, found in _group_by_caller(modules, find_towers(modules))
+        for part in _optional(caller, modules, found)
     ]
     if alone := _trained_alone(modules, units, parts, frozen):
         yield (
-            f"all that is trained in the unit around {and_more(alone)} lies in parts that a batch without anything for "
-            "them does not enter. Unless every batch of every rank enters them, ranks wait for each other without end, "
-            "or abort; set idle_towers: auto, or train something else of that unit"
+            f"all trained parameters of the unit around {and_more(alone)} are in towers, which a batch without inputs "
+            "for them does not use. Unless every batch of every rank uses them, ranks hang or abort; set idle_towers: "
+            "auto, or train another parameter of that unit"
         )
 
 
 def tower_models(
     modules: Mapping[str, nn.Module], units: Collection[str], given: Sequence[str], frozen: Collection[str]
 ) -> tuple[TowerModel, ...]:
-    """The modules around towers that only some ranks would gather or reduce, and what else in there is gathered.
+    """The modules with towers that only some ranks would all-gather or reduce, and their other gathered submodules.
 
-    A tower has units in it, or all that is trained of the unit around it: a unit without gradients reduces none.
+    A tower counts if it contains units, or all trained parameters of the enclosing unit: a unit without gradients is
+    not reduced.
 
     Args:
-        modules: Those of the model, by every path.
-        units: The paths of all that will be units, by whomever they are chosen.
-        given: The paths of towers; empty for what transformers' models have beside their text model, and for what lies
-            between the two (projectors), which such a batch passes over as well.
-        frozen: The names of parameters that will not be trained.
+        modules: All modules of the model, by every path.
+        units: Paths of all units, chosen by hooks or by a policy.
+        given: Paths of towers; empty for the submodules of transformers models beside the text model, and for the
+            projectors between the two, which are not used without an input either.
+        frozen: Names of parameters that are not trained.
     Raises:
-        PlanError: one of those given is no part of the model, cannot be called, or lies in another.
+        PlanError: a path in ``given`` does not exist, has no forward, or is below another.
     """
     _refuse_towers(modules, given)
     callers = [
         (caller, found if given else _optional(caller, modules, found))
-        for caller, found in _by_caller(modules, given or towers(modules))
+        for caller, found in _group_by_caller(modules, given or find_towers(modules))
     ]
     alone = _trained_alone(modules, units, [part for _, parts in callers for part in parts], frozen)
     models = (
@@ -90,7 +93,7 @@ def tower_models(
     return tuple(each for each in models if each.towers)
 
 
-def _by_caller(modules: Mapping[str, nn.Module], found: Sequence[str]) -> list[tuple[str, list[str]]]:
+def _group_by_caller(modules: Mapping[str, nn.Module], found: Sequence[str]) -> list[tuple[str, list[str]]]:
     callers: dict[str, list[str]] = {}
     for path in found:
         callers.setdefault(_caller(path, modules), []).append(path)
@@ -98,19 +101,20 @@ def _by_caller(modules: Mapping[str, nn.Module], found: Sequence[str]) -> list[t
 
 
 def _optional(caller: str, modules: Mapping[str, nn.Module], found: Sequence[str]) -> list[str]:
-    """What was found, and what lies between it and the text; of a text model, whose layers they are, nothing else."""
+    """The towers in ``found`` and the projectors between them and the text model; for layers of a text model, only
+    ``found``."""
     if not {*_layers_for_other_inputs(modules)}.isdisjoint(found):
         return list(found)
-    ends = _ends(modules[caller])
+    embeddings = _embeddings(modules[caller])
     parts = _called_parts(caller, modules[caller])
-    return [path for path in parts if path in found or ends.isdisjoint(modules[path].modules())]
+    return [path for path in parts if path in found or embeddings.isdisjoint(modules[path].modules())]
 
 
 def _trained_alone(
     modules: Mapping[str, nn.Module], units: Collection[str], parts: Sequence[str], frozen: Collection[str]
 ) -> list[str]:
-    """The parts that have all the trained parameters of the unit around them."""
-    trained: dict[str, set[str | None]] = {}  # by unit, the parts; None: elsewhere
+    """The towers that contain all trained parameters of the enclosing unit."""
+    trained: dict[str, set[str | None]] = {}  # unit -> towers; None: outside of towers
     for path, module in modules.items():
         if any(p.requires_grad and join(path, name) not in frozen for name, p in own_parameters(module)):
             around = ancestors_or_self(path)
@@ -123,20 +127,20 @@ def _trained_alone(
 def _tower_model(
     caller: str, modules: Mapping[str, nn.Module], units: Collection[str], own: Sequence[str]
 ) -> TowerModel:
-    ends = _ends(modules[caller])
+    embeddings = _embeddings(modules[caller])
     parts = [path for path in _called_parts(caller, modules[caller]) if _has_unit(path, units)]
-    # Called directly by a model that holds them deeper down.
-    embeddings = [path for path in units if modules[path] in ends and is_at_or_under(path, caller)]
-    others = dict.fromkeys(path for path in (*parts, *embeddings) if path not in own)
+    # Called directly by a model that contains them at a deeper level.
+    embedding_units = [path for path in units if modules[path] in embeddings and is_at_or_under(path, caller)]
+    others = dict.fromkeys(path for path in (*parts, *embedding_units) if path not in own)
     return TowerModel(model=caller, towers=tuple(own), sync_points=tuple(others))
 
 
-def _ends(model: nn.Module) -> set[nn.Module]:
+def _embeddings(model: nn.Module) -> set[nn.Module]:
     return {*input_embeddings(model), *output_embeddings(model)}
 
 
 def _called_parts(path: str, module: nn.Module) -> Iterator[str]:
-    """What a module calls: its children, or of one that cannot be called, such as a list, what that holds."""
+    """The submodules that a module calls: its children, or the children of containers without a forward."""
     for name, child in module.named_children():
         inner = join(path, name)
         if has_forward(child):
@@ -168,12 +172,12 @@ def _refuse_towers(modules: Mapping[str, nn.Module], given: Sequence[str]) -> No
             raise PlanError(f"fsdp_config.idle_towers: {path} lies in {outer}; give the outer one alone")
 
 
-def towers(modules: Mapping[str, nn.Module]) -> list[str]:
-    """The paths of what transformers' models hold beside their text model, with a configuration of its own, and of the
-    text model's layers that read nothing else.
+def find_towers(modules: Mapping[str, nn.Module]) -> list[str]:
+    """The paths of transformers submodules beside the text model that have a configuration, and of the text model's
+    cross-attention layers.
 
-    A model whose main input is text takes its other inputs where there are any; one that embeds or writes the text is
-    not optional.
+    A model whose main input is text uses its other inputs only if they are present. A submodule with the text's
+    embeddings or output head is always used.
     """
     outer_ones = first_paths(modules).items()
     parts = (path for outer, path in outer_ones for path in _towers_of(outer, path))
@@ -181,7 +185,7 @@ def towers(modules: Mapping[str, nn.Module]) -> list[str]:
 
 
 def _layers_for_other_inputs(modules: Mapping[str, nn.Module]) -> Iterator[str]:
-    """Mllama's: text without an image passes over the layers that attend to one."""
+    """Mllama's cross-attention layers, which are skipped for text without an image."""
     for path, module in modules.items():
         if isinstance(getattr(module, "layers", None), nn.ModuleList) and is_pretrained(module):
             numbers = getattr(module.config, "cross_attention_layers", None) or ()
@@ -190,18 +194,18 @@ def _layers_for_other_inputs(modules: Mapping[str, nn.Module]) -> Iterator[str]:
 
 def _towers_of(model: nn.Module, path: str) -> Iterator[str]:
     types = _types_of_parts(model)
-    ends = _ends_of(model) if types else set()
+    embeddings = _own_embeddings(model) if types else set()
     parts: list[str] = []
-    for inner_path, inner in model.named_modules(prefix=path) if ends else ():
+    for inner_path, inner in model.named_modules(prefix=path) if embeddings else ():
         is_part = type(getattr(inner, "config", None)) in types
         if is_part and not any(is_at_or_under(inner_path, other) for other in parts):
             parts.append(inner_path)
-            if ends.isdisjoint(inner.modules()):
+            if embeddings.isdisjoint(inner.modules()):
                 yield inner_path
 
 
 def _types_of_parts(module: nn.Module) -> set[type]:
-    """The classes of the configurations that a model's own one is made of."""
+    """The classes of the sub-configurations in a model's configuration."""
     config = getattr(module, "config", None)
     if getattr(module, "main_input_name", None) != "input_ids":
         return set()
@@ -209,18 +213,19 @@ def _types_of_parts(module: nn.Module) -> set[type]:
     return {type(part) for part in parts if hasattr(part, "sub_configs")} - {type(config)}
 
 
-def _ends_of(model: nn.Module) -> set[nn.Module]:
-    """Its input embeddings and its head; empty where it has none to give, as one that compares texts with images."""
+def _own_embeddings(model: nn.Module) -> set[nn.Module]:
+    """The input embeddings and the output head; empty for models without them, such as those that compare texts with
+    images."""
     try:
-        ends = [given_by(model, getter) for getter in ("get_input_embeddings", "get_output_embeddings")]
-    except PlanError:  # nobody asked for them
+        embeddings = [call_getter(model, getter) for getter in ("get_input_embeddings", "get_output_embeddings")]
+    except PlanError:  # these embeddings were not requested
         return set()
-    return {end for end in ends if end is not None} if ends[0] is not None else set()
+    return {end for end in embeddings if end is not None} if embeddings[0] is not None else set()
 
 
-def _instead(model: nn.Module, wrap: Wrap, elsewhere: Sequence[nn.Module]) -> str:
-    ends = _ends(model)
-    names = dict.fromkeys(type(module).__name__ for module in elsewhere if module not in ends)
+def _way_out(model: nn.Module, wrap: Wrap, elsewhere: Sequence[nn.Module]) -> str:
+    embeddings = _embeddings(model)
+    names = dict.fromkeys(type(module).__name__ for module in elsewhere if module not in embeddings)
     if wrap.kind is WrapKind.CLASSES and names:
         return f"transformer_layer_cls_to_wrap: [{', '.join(names)}]"
     return "the classes of the other layers in transformer_layer_cls_to_wrap"

@@ -11,7 +11,7 @@ from support.translations import config_of
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from composer_fsdp2 import plan_sharding
-from composer_fsdp2.estimate import divided
+from composer_fsdp2.estimate import parallelized
 from composer_fsdp2.estimate.events import MicrobatchTrace
 from composer_fsdp2.estimate.trace import trace_microbatch
 from composer_fsdp2.sharding.plan import ShardingPlan
@@ -44,7 +44,7 @@ def test_a_rank_computes_its_part_of_divided_layers():
 def test_what_cannot_be_divided_is_counted_in_full_and_says_so():
     """A model that torch cannot parallelize without data has a plan, which is never too low."""
     full, _ = traced(1)
-    with mock.patch.object(divided, "parallelize", side_effect=RuntimeError("no such style")):
+    with mock.patch.object(parallelized, "parallelize", side_effect=RuntimeError("no such style")):
         part, _ = traced(2)
     assert part.events == full.events
     assert [note for note in part.notes if "as if each rank computed all of them" in note]

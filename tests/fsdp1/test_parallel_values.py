@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from support.translations import config_of, refused
 
 from composer_fsdp2.config.parallel import TiledMLP
-from composer_fsdp2.fsdp1.parallel_words import parse_tiled_mlp, tiled_words
+from composer_fsdp2.fsdp1.parallel_values import parse_tiled_mlp, tiled_mlp_value
 
 
 def test_tiled_mlp_is_read_and_written():
@@ -20,8 +20,8 @@ def test_tiled_mlp_is_read_and_written():
         OmegaConf.create({"classes": ["LlamaMLP"], "chunks": 8}),
     ):
         assert config_of({"tiled_mlp": written}).tiled_mlp == meant, written
-    assert parse_tiled_mlp(tiled_words(meant)) == meant
-    assert parse_tiled_mlp(None) is None is tiled_words(None)
+    assert parse_tiled_mlp(tiled_mlp_value(meant)) == meant
+    assert parse_tiled_mlp(None) is None is tiled_mlp_value(None)
 
 
 BAD: tuple[tuple[Any, str], ...] = (
