@@ -110,11 +110,12 @@ class Accumulation(Value):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefetch(Value):
     """The number of units to prefetch explicitly. None is FSDP2's implicit prefetching: one unit in backward, in the
+    reverse of the forward order.
 
     Example:
         >>> Prefetch(forward=2).backward is None
         True
-    reverse of the forward order."""
+    """
 
     forward: int | None = None
     backward: int | None = None
