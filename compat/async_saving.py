@@ -270,8 +270,8 @@ class _Pending:
 
 _OPERATION = Operation(
     "async_save",
-    "Ranks ask each other at the end of each batch whether the checkpoint is written: look for a different number of "
-    "batches, or for a rank that has ended",
+    "Ranks compare at the end of each batch whether the checkpoint is written: look for a different number of "
+    "batches, or for a rank that has exited",
 )
 
 

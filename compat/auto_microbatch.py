@@ -192,11 +192,10 @@ def _train_until_it_fits(
 
 
 _INSTEAD = "the batch cannot be repeated. Set device_{key}_microbatch_size below {size}, or save memory elsewhere"
-_TOO_LATE = (
-    f"out of memory after the gradients were there (in clipping, an algorithm or the optimizer's step): {_INSTEAD}"
-)
+_TOO_LATE = f"out of memory after backward (in clipping, an algorithm or the optimizer's step): {_INSTEAD}"
 _WITHOUT_VOTES = (
-    f"out of memory after {_CLEAN_BATCHES} batches in a row had enough, with which the ranks' votes ended: {_INSTEAD}"
+    f"out of memory after {_CLEAN_BATCHES} consecutive batches had enough memory, after which the ranks' votes ended: "
+    f"{_INSTEAD}"
 )
 
 

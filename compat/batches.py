@@ -40,8 +40,8 @@ _FIRST_BATCH_AFTER = {
     Event.PREDICT_START: Event.PREDICT_BATCH_START,
 }
 _SAME_WHEN_READ = (
-    "They were the same when the loader gave them: an algorithm or microbatch_transforms that draws random numbers, as "
-    "MixUp does, made them different, since Composer seeds each rank with a number of its own. Leave it out, or do the "
+    "They were the same when the loader returned them: an algorithm or microbatch_transforms that draws random "
+    "numbers, such as MixUp, made them different, because Composer seeds each rank differently. Remove it, or do the "
     "same in the dataset"
 )
 

@@ -42,8 +42,8 @@ from .seams import Seam, replace, restore
 
 _COUNTED_BATCH = 2  # index from 1; the first batch allocates memory that later ones reuse
 _NOT_ON_THE_CPU = (
-    "FSDP1 was told that the current CUDA device is the CPU, and meta tensors were filled there: without a GPU it "
-    "raises otherwise"
+    "the CPU was passed to FSDP1 as the current CUDA device, and meta tensors were initialised there: without a GPU "
+    "it raises otherwise"
 )
 
 
@@ -211,7 +211,7 @@ class _Watch:
         if given.get("device_train_microbatch_size") == "auto":
             use("device_train_microbatch_size", 1, "which size is found depends on the memory that each run leaves")
         if self.options.is_deterministic and torch.cuda.is_available() and not given.get("deterministic_mode"):
-            use("deterministic_mode", True, "kernels that add in any order give another result in each run")
+            use("deterministic_mode", True, "kernels that add in any order compute another result in each run")
         callbacks = ensure_tuple(given.get("callbacks"))
         if any(_saves(callback) for callback in callbacks):
             names = ", ".join(type(callback).__name__ for callback in callbacks if _saves(callback))
@@ -240,8 +240,8 @@ class _Watch:
         self._num_epochs += 1
         if self._num_epochs > 2 and not self._batches:
             raise ConfigError(
-                f"{self.options.file} trained no batch in two epochs: its loader is empty, as where there are fewer "
-                f"samples than {dist.get_world_size()} ranks take; give it more, or a smaller -n"
+                f"{self.options.file} trained no batch in two epochs: its loader is empty, for example because it has "
+                f"fewer samples than {dist.get_world_size()} ranks take; give it more, or a smaller -n"
             )
 
     def _begin_batch(self) -> None:
@@ -321,7 +321,7 @@ class _Watch:
             num_ranks=dist.get_world_size(),
             precision=state.precision.value,
             num_units=_num_units(state.model, self.job.engine),
-            memory_is="the most that CUDA's allocator gave out so far"
+            memory_is="the peak of CUDA's allocator so far"
             if on_gpu
             else "the process's own (RssAnon), with all that it has imported",
             first_batch=self._first_batch,
@@ -367,7 +367,7 @@ _SETTINGS: tuple[tuple[str, Any, str], ...] = (
     ("save_folder", None, "the comparison saves nothing"),
     ("autoresume", False, "each run begins where the first did"),
     ("loggers", None, "nothing is logged to services"),
-    ("progress_bar", False, "the output goes to a file"),
+    ("progress_bar", False, "the output is written to a file"),
     ("profiler", None, "it takes time and memory"),
 )
 
@@ -389,7 +389,7 @@ def _check_sharded(model: nn.Module, job: Job) -> None:
         other = any(isinstance(module, FSDPModule | FSDP1Wrapper) for module in model.modules())
         raise ConfigError(
             f"{job.options.file}: on {dist.get_world_size()} ranks nothing is sharded by {job.engine.value}"
-            + ("; the file asks for FSDP2 itself" if other else "; it needs an fsdp_config, and at least two ranks")
+            + ("; the file uses FSDP2 itself" if other else "; it needs an fsdp_config, and at least two ranks")
         )
 
 

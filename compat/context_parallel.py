@@ -115,7 +115,7 @@ def _is_of_tasks(metric: str) -> bool:
 
 def _no_tasks(what: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{KEY}: {what} generates or scores whole sequences, of which each rank computes a part; evaluate such tasks "
+        f"{KEY}: {what} generates or scores full sequences, and each rank computes a part of them; evaluate such tasks "
         "in a run of their own without this key, from a checkpoint of this one",
         keys=(KEY,),
     )

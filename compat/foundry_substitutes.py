@@ -52,16 +52,16 @@ _FLASH = "the kernel needs flash-attn and a GPU"
 SUBSTITUTES: tuple[Substitute, ...] = (
     Substitute(key="attn_config.attn_impl", models=_MPT, default="flash", when=lambda value: value == "flash",
         instead="torch", target="torch's scaled_dot_product_attention",
-        reason=f"{_FLASH}; what stands in its place keeps the same for backward (queries, keys, values, the output and "
-        "one number for each row), and no matrix of sequence by sequence"),
+        reason=f"{_FLASH}; the substitute stores the same for backward (queries, keys, values, the output and one "
+        "number for each row), and no matrix of sequence by sequence"),
     Substitute(key="attn_config.rope_impl", models=_MPT, when=lambda value: value == "dail", instead="hf",
-        target="rope_impl: hf", reason=f"{_FLASH}; its rotation in place keeps less than what is counted"),
+        target="rope_impl: hf", reason=f"{_FLASH}; its in-place rotation stores less than is counted"),
     Substitute(key="loss_fn", models=_MPT, default="fused_crossentropy", instead="torch_crossentropy",
         when=lambda value: value != "torch_crossentropy", target="a cross-entropy of the same memory",
-        reason=f"{_FLASH}; what stands in its place keeps the logits and a number for each token, and makes one "
-        "gradient in the logits' dtype"),
+        reason=f"{_FLASH}; the substitute stores the logits and a number for each token, and creates one gradient in "
+        "the logits' dtype"),
     Substitute(key="fc_type", models=_MPT, when=lambda value: value == "te", instead="torch", target="fc_type: torch",
-        reason="it needs Transformer Engine and a GPU; the weights are the same, and what fp8 keeps is not counted"),
+        reason="it needs Transformer Engine and a GPU; the weights are the same, and fp8 copies are not counted"),
     Substitute(key="ffn_config.ffn_type", models=_MPT, when=lambda value: value == "mb_dmoe", instead="torch_dmoe",
         target="ffn_type: torch_dmoe",
         reason="it needs megablocks and a GPU; the experts' weights are the same, each token's copies are computed one "
@@ -71,19 +71,19 @@ SUBSTITUTES: tuple[Substitute, ...] = (
         reason="megablocks' own expert parallelism is not planned here",
         hint="plan with ffn_type: torch_dmoe and fsdp_config.expert_parallel_degree"),
     Substitute(key="use_flash_attention_2", models=_HF, when=bool, instead=None,
-        target="torch's scaled_dot_product_attention", reason=f"{_FLASH}; what stands in its place keeps the same"),
+        target="torch's scaled_dot_product_attention", reason=f"{_FLASH}; the substitute stores the same"),
     Substitute(key="attn_implementation", models=_HF, instead=None,
-        when=lambda value: value not in (None, "eager", "sdpa"), target="what transformers takes by itself",
+        when=lambda value: value not in (None, "eager", "sdpa"), target="transformers' default",
         reason=f"{_FLASH}; torch's scaled_dot_product_attention, where the model has it, keeps the same"),
     Substitute(key="pretrained", models=_HF, default=True, when=bool, instead=False, target="pretrained: false",
-        outcome=Outcome.EXACT, reason="no weight is read: shapes and dtypes are those of the configuration"),
+        outcome=Outcome.EXACT, reason="no weights are read: shapes and dtypes are those of the configuration"),
     Substitute(key="pretrained_lora_id_or_path", models=_HF, when=bool, instead=None, outcome=Outcome.NEEDS_DECISION,
         target="no adapter", reason="adapters that were trained before are not read", hint="give peft_config"),
     Substitute(key="load_in_8bit", models=_HF, when=bool, instead=None, outcome=Outcome.NEEDS_DECISION,
         target="the configuration's dtype", reason="8-bit weights are made on a GPU only"),
     Substitute(key="init_device", models=(*_MPT, *_HF), when=lambda value: value in ("mixed", "cpu"), default="cpu",
         instead="meta", target="init_device: meta", outcome=Outcome.EXACT,
-        reason="nothing has values here; on the ranks they are made as the file says"),
+        reason="no parameter has values here; on the ranks they are created as the file specifies"),
 )
 # fmt: on
 

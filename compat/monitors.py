@@ -172,7 +172,8 @@ class _Reporter:
         except Exception as error:
             raise ComposerFSDP2Error(
                 f"{type(self.optimizer).__name__}.report_per_parameter_metrics raised {type(error).__name__} for "
-                f"{name}: {error}; it is given sharded parameters (DTensors), of which this rank may hold nothing. "
+                f"{name}: {error}; its input is sharded parameters (DTensors), whose local tensor may be empty on "
+                "this rank. "
                 "OptimizerMonitor(log_optimizer_metrics=False) logs the gradients' norms without it"
             ) from error
         return reported
@@ -204,8 +205,8 @@ def _warn_uncalled_methods(kind: type) -> None:
         method = getattr(kind, name, None)
         if method is not None and method.__module__.split(".")[0] not in ("composer", "llmfoundry"):
             log.warning(
-                "OptimizerMonitor does not call %s.%s: what report_per_parameter_metrics gives for sharded parameters "
-                "is the full parameters' already",
+                "OptimizerMonitor does not call %s.%s: the results of report_per_parameter_metrics for sharded "
+                "parameters are already those of full parameters",
                 kind.__name__,
                 name,
             )
@@ -440,8 +441,8 @@ def _refuse_split_activations(model: nn.Module) -> None:
     plan = run_of(model).plan
     if plan is not None and plan.split:
         raise UnsupportedError(
-            f"ActivationMonitor: {and_more([each.path for each in plan.split])}: split over ranks, of which each would "
-            "log the norms and means of its own part of the activations; leave ActivationMonitor out, or the layer plan"
+            f"ActivationMonitor: {and_more([each.path for each in plan.split])}: TP-sharded, so each rank would log "
+            "the norms and means of its own part of the activations; remove ActivationMonitor, or the layer plan"
         )
 
 

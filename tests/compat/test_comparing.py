@@ -195,7 +195,7 @@ def test_what_was_set_otherwise_is_listed(compared: dict[str, Compared], folder:
         assert names <= overrides, name
         assert all(f"`{each}`" in compared[name].markdown for each in names)
     assert [path.name for path in folder.glob("saved-by-*")] == []
-    assert "current CUDA device is the CPU" in compared["yaml"].markdown
+    assert "the CPU was passed to FSDP1 as the current CUDA device" in compared["yaml"].markdown
 
 
 def test_faults_turn_the_verdict_and_are_named(compared: dict[str, Compared]):

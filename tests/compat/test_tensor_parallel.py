@@ -321,7 +321,7 @@ def test_activations_of_split_layers_are_not_logged(folder: str):
     """Each rank would log the norms of its own part, or fail with an error of torch that names no callback."""
     from composer.callbacks import ActivationMonitor
 
-    says = r"ActivationMonitor: model.embedding and \d+ more: split over ranks.*; leave ActivationMonitor out"
+    says = r"ActivationMonitor: model.embedding and \d+ more: TP-sharded.*; remove ActivationMonitor"
     for plan in (layer_plan, sequence_plan):
         with FSDP2(), pytest.raises(ComposerFSDP2Error, match=says):
             train(split(plan=plan), tensor_degree=TENSOR, callbacks=(ActivationMonitor(interval="10ba"),))

@@ -169,5 +169,5 @@ def test_a_gpu_runs_out_of_memory_in_the_first_step(ranks: Ranks):
     """A step that cannot be repeated raises at once with the setting to change, and the other rank does not wait
     forever."""
     of_waiting, of_failing = ranks.run(check_first_step, 30, fresh=True)
-    assert "after the gradients were there" in of_failing and "below 4" in of_failing, of_failing
+    assert "out of memory after backward" in of_failing and "below 4" in of_failing, of_failing
     assert "did not meet within" in of_waiting and "rank 1 has not come" in of_waiting, of_waiting
