@@ -21,13 +21,13 @@ from composer_fsdp2.config.wrap import WrapKind
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.fsdp1.checkpointed import choose_checkpointed
 from composer_fsdp2.fsdp1.children import hook_of, is_metric, wrapped_children
-from composer_fsdp2.fsdp1.experts import expert_blocks, notes_of_hooks, notes_on_siblings, refuse_experts
-from composer_fsdp2.fsdp1.modality_towers import notes_on_towers, notes_on_trained_towers, tower_models
 from composer_fsdp2.fsdp1.module_settings import read_overrides
-from composer_fsdp2.fsdp1.policies import Policy, read_policy
+from composer_fsdp2.sharding.expert_units import expert_blocks, notes_of_hooks, notes_on_siblings, refuse_experts
 from composer_fsdp2.sharding.frozen import choose_frozen
 from composer_fsdp2.sharding.materialize import Initializers
+from composer_fsdp2.sharding.modality_towers import notes_on_towers, notes_on_trained_towers, tower_models
 from composer_fsdp2.sharding.modules import has_forward, ignored_modules
+from composer_fsdp2.sharding.policies import Policy, read_policy
 from composer_fsdp2.sharding.ties import join
 
 _Choose = Callable[[str, nn.Module], Choice | None]  # (path, module) -> its choice

@@ -13,7 +13,7 @@ from torch import nn
 
 from composer_fsdp2 import ShardingConfig, UnsupportedError, plan_sharding
 from composer_fsdp2.config.wrap import Wrap, WrapKind
-from composer_fsdp2.fsdp1.modality_towers import find_towers
+from composer_fsdp2.sharding.modality_towers import find_towers
 
 pytestmark = [pytest.mark.composer, pytest.mark.foundry]
 

@@ -14,8 +14,8 @@ from composer_fsdp2.config.parallel import TowerModel
 from composer_fsdp2.config.text import and_more, did_you_mean
 from composer_fsdp2.config.wrap import Wrap, WrapKind
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.fsdp1.policies import call_getter, input_embeddings, output_embeddings
 from composer_fsdp2.sharding.modules import ancestors_or_self, first_paths, has_forward, is_at_or_under, is_pretrained
+from composer_fsdp2.sharding.policies import call_getter, input_embeddings, output_embeddings
 from composer_fsdp2.sharding.ties import join
 
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from composer_fsdp2.config.wrap import AUTO_EXPERTS, Wrap, WrapKind
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.fsdp1.experts import experts_by_name
 from composer_fsdp2.sharding.classes import classes_named
+from composer_fsdp2.sharding.expert_units import experts_by_name
 
 # Attribute names of a language model's input embeddings and output head, in Llama-like models and in TorchTitan.
 _EMBEDDINGS, _OUTPUTS = ("embed_tokens", "tok_embeddings"), ("lm_head", "output")

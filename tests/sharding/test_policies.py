@@ -23,8 +23,8 @@ from composer_fsdp2 import PlanError, plan_sharding
 from composer_fsdp2.config.sharding import ShardingConfig
 from composer_fsdp2.config.wrap import Wrap, WrapKind
 from composer_fsdp2.fsdp1.hooks import read_hooks
-from composer_fsdp2.fsdp1.policies import read_policy
 from composer_fsdp2.sharding.plan import ShardingPlan
+from composer_fsdp2.sharding.policies import read_policy
 
 # --- by size
 
