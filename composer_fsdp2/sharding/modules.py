@@ -21,9 +21,9 @@ def is_pretrained(module: nn.Module) -> bool:
 
 
 def outside_compilation(modules: Mapping[str, nn.Module], path: str) -> tuple[str, nn.Module]:
-    """The module at ``path``, or the ``torch.compile`` wrapper around it.
+    """The module at ``path``, or its ``torch.compile`` wrapper if it has one.
 
-    The compiled wrapper calls the module directly and would bypass any wrapper in between.
+    The compiled wrapper calls the module directly, so a wrapper between the two would be bypassed.
     """
     parent = path.rpartition(".")[0]
     if path and is_compiled(modules[parent]):
@@ -58,7 +58,9 @@ def ancestors_or_self(path: str) -> list[str]:
 
 
 def first_paths(modules: Mapping[str, nn.Module]) -> dict[nn.Module, str]:
-    """The path of each module in ``named_modules``, from the modules by every path in registration order."""
+    """The first path of each module, as ``named_modules`` lists it, from ``modules`` by every path in registration
+    order.
+    """
     found: dict[nn.Module, str] = {}
     for path, module in modules.items():
         found.setdefault(module, path)
