@@ -1,4 +1,4 @@
-"""A comparison from its first run to its report: runs in turn, the verdict, and a folder with the report."""
+"""Run a comparison: the runs one after another, the verdict, and a folder with the report."""
 
 import contextlib
 import importlib.util
@@ -26,12 +26,12 @@ Show = Callable[[str, int], None]
 
 
 def compare(options: Options, output: Path | None, show: Show) -> Outcome:
-    """Run the file on FSDP1, on FSDP2 and on FSDP1 again, judge, and write the report.
+    """Run the file on FSDP1, on FSDP2 and on FSDP1 again, judge the differences, and write the report.
 
     Args:
-        output: A new or empty folder for the report and the logs; None: nothing is written.
+        output: A new or empty folder for the report and the logs; None writes neither.
     Raises:
-        ConfigError: the options cannot be used, and nothing was started; or the report cannot be written.
+        ConfigError: the options are invalid, before any run starts; or the report cannot be written.
     """
     _check(options, output)
     with interruptions() as check, _folder(output) as folder:

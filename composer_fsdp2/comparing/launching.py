@@ -1,4 +1,4 @@
-"""The ranks of one run: one process each, started and ended here as a launcher would."""
+"""Start and stop the ranks of one run, one process each, as a launcher would."""
 
 import contextlib
 import os
@@ -26,10 +26,10 @@ class RunFailedError(ConfigError):
 
 @contextlib.contextmanager
 def interruptions() -> Iterator[Callable[[], None]]:
-    """Yields a function that raises KeyboardInterrupt, once, after SIGINT or SIGTERM has arrived within the block.
+    """Defer SIGINT and SIGTERM within the block.
 
-    They raise nothing by themselves: an exception between a rank's start and its entry in a list would leave its
-    process behind.
+    Yields a function that raises KeyboardInterrupt once if one of them has arrived. An exception raised by the signal
+    itself, between the start of a rank and its entry in the list of processes, would leave that process running.
     """
     arrived: list[int] = []
 
@@ -50,13 +50,14 @@ def interruptions() -> Iterator[Callable[[], None]]:
 def run_ranks(job: Job, show: Callable[[int], None], check: Callable[[], None]) -> RunRecord:
     """Start the job's ranks on this machine, wait for them, and read the record that rank 0 writes.
 
-    None of their processes outlives the call.
+    All of their processes have ended when it returns or raises.
 
     Args:
-        show: Called with the number of batches that are done.
+        show: Called with the number of completed batches.
+        check: Called until the ranks have ended; may raise KeyboardInterrupt.
     Raises:
         RunFailedError: with the last lines of the rank that failed first, and the path of its log.
-        KeyboardInterrupt: from ``check``, which is called until the ranks have ended.
+        KeyboardInterrupt: from ``check``.
     """
     job.path.parent.mkdir(parents=True)
     job.path.write_text(json_text(job))
@@ -71,9 +72,10 @@ def run_ranks(job: Job, show: Callable[[int], None], check: Callable[[], None]) 
 def _wait(
     job: Job, ranks: list[subprocess.Popen[bytes]], show: Callable[[int], None], check: Callable[[], None]
 ) -> int | None:
-    """Wait until all ranks have ended, or for some seconds after the first has failed; returns that one, if any.
+    """Wait until all ranks have ended, or a few seconds after the first failure or after the record was written.
 
-    The others fail because of it, and their logs have less of the reason.
+    Returns:
+        The first rank that failed, or None. Later failures are mostly consequences of it.
     """
     deadline, shown, failed = float("inf"), -1, None
     is_running = True
@@ -130,7 +132,7 @@ def _environment(job: Job) -> Mapping[str, str]:
 
 
 def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """End the ranks that still run, and the processes that ranks started."""
+    """Kill the ranks that are still running, and the processes that ranks started."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -1,4 +1,4 @@
-"""The first run's tensors on disk, and the distances of another run's tensors from them."""
+"""The first run's tensors on disk, and the distances of other runs' tensors from them."""
 
 import json
 import math
@@ -25,7 +25,7 @@ _MOMENTUM = 8.0  # the largest ratio of Adam's exp_avg to the root of its exp_av
 
 
 def write_reference(folder: Path, tensors: Iterable[tuple[Key, torch.Tensor]], *, is_writing: bool) -> None:
-    """Write all tensors. Called on all ranks, which gather them together; one rank writes."""
+    """Write all tensors. Called on all ranks, which gather each tensor together; one rank writes."""
     keys: list[Key] = []
     largest = dict.fromkeys(_SIZES, 0.0)
     for key, tensor in tensors:
@@ -52,10 +52,11 @@ class Reference:
     def distances(
         self, tensors: Iterable[tuple[Key, torch.Tensor]], *, learning_rates: float = 0.0
     ) -> tuple[TensorDistance, ...]:
-        """The distance of each tensor from the first run's, also of tensors that one of the two runs lacks.
+        """The distance of each tensor from that of the first run, including tensors that only one of the two runs has.
 
         Args:
-            learning_rates: Their sum over all steps; 0 before the first step, where no rounding is excused.
+            learning_rates: The sum of the learning rates of all steps. It bounds the differences that count as
+                rounding; 0 before the first step.
         """
         found, missing = [], dict.fromkeys(self._paths)
         for key, tensor in tensors:
@@ -72,7 +73,11 @@ class Reference:
         return tensor
 
     def _explained(self, key: Key, reference: torch.Tensor, learning_rates: float) -> torch.Tensor | None:
-        """By how much each element may be off where its gradient is rounding alone; None where that is unknown."""
+        """The largest difference of each element that rounding explains: not zero where the gradient is only rounding
+        error.
+
+        None if it is unknown.
+        """
         kind = next((kind for kind in _SIZES if (kind, key[1]) in self._paths), None)
         if kind is None or not learning_rates:
             return None
