@@ -56,8 +56,7 @@ class Quantity(Value):
 
     @property
     def excess(self) -> tuple[float, float]:
-        """The sort key for the worst batch or tensor: the largest is the worst. An infinite limit counts as the worst.
-        """
+        """The key by which quantities are sorted, the worst last. One with an infinite limit is the worst."""
         if self.limit == math.inf:
             return (math.inf, math.inf)
         beyond = self.distance / self.limit if self.limit else math.inf
