@@ -142,7 +142,7 @@ def launch(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
 
 
 def all_gather_single(output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Call ``dist.all_gather_into_tensor``. torch 2.13 renames it to ``all_gather_single`` and deprecates the old name."""
+    """Call ``dist.all_gather_into_tensor``, which torch 2.13 renames to ``all_gather_single`` (the old name warns)."""
     launch = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     launch(output, part, group)
 

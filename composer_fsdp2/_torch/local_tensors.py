@@ -55,7 +55,7 @@ def _same_placements(spec: DTensorSpec, other: DTensorSpec) -> bool:
 
 
 def group_by_device_and_dtype(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """Group tensors by device and dtype, so that one ``foreach`` operation can process each group. Preserves the order."""
+    """Group tensors by device and dtype, for one ``foreach`` operation per group. Preserves the order."""
     if not tensors:
         return {}
     lists: list[list[Tensor | None]] = [list(tensors)]

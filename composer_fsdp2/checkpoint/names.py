@@ -1,4 +1,4 @@
-"""One name for a parameter, whatever wrappers it was saved under."""
+"""Canonical names of parameters, without the prefixes of the wrappers under which they were saved."""
 
 import re
 
@@ -19,5 +19,5 @@ def canonical(name: str) -> str:
 
 
 def is_flat_parameter(name: object) -> bool:
-    """Whether a key, if it is a name, is that of an FSDP1 flat parameter: ``block._flat_param``."""
+    """Whether a key is the name of an FSDP1 flat parameter: ``block._flat_param``."""
     return isinstance(name, str) and name.rpartition(".")[2] == FLAT_PARAMETER

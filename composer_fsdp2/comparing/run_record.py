@@ -83,7 +83,7 @@ class TensorDistance(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings(Value):
-    """One parameter group of an optimizer: its numeric options (``lr``, ``betas.0``) and the names of its parameters."""
+    """One parameter group of an optimizer: its numeric options (``lr``, ``betas.0``) and its parameters' names."""
 
     values: Mapping[str, float]
     names: tuple[str, ...]

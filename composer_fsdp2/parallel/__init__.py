@@ -1,1 +1,1 @@
-"""Parallelism besides sharding: tensor, context and expert parallelism, shared batches, idle experts and idle towers."""
+"""Parallelism besides sharding: tensor, context and expert parallelism, shared batches, idle experts and towers."""

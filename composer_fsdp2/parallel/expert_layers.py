@@ -65,7 +65,7 @@ _ROUTED = ("MixtralSparseMoeBlock", "Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoe
 
 
 def _num_in_list(block: Any, classes: Collection[str], loop: str, takes: tuple[str, ...]) -> int:
-    """The number of experts if the block is of one of these classes, and its method ``loop`` calls a list of experts."""
+    """The number of experts if the block is of one of these classes and its method ``loop`` calls a list of experts."""
     experts, method = getattr(block, "experts", None), getattr(block, loop, None)
     is_known = type(block).__name__ in classes and isinstance(experts, nn.ModuleList) and _is_of_transformers(method)
     return len(block.experts) if is_known and _takes(getattr(block, loop)) == takes else 0
@@ -114,7 +114,7 @@ _GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
 
 def _compute_modules(modules: nn.ModuleList, experts: Experts, rows: Rows) -> torch.Tensor:
-    """Apply this rank's expert modules. One grouped product if each consists of three plain matrices and an activation."""
+    """Apply this rank's expert modules; by grouped products if each has three plain matrices and an activation."""
     own: list[Any] = [modules[number] for number in experts.own]
     names = next((names for names in _GATED if all(_has_plain(each, names) for each in own)), None)
     if names is None:
@@ -129,7 +129,7 @@ _ADDED = ("forward", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", 
 
 
 def _has_plain(expert: nn.Module, names: tuple[str, ...]) -> bool:
-    """Whether an expert is as transformers defines it. If it has adapters, biases or hooks, the module must be called."""
+    """Whether an expert is as transformers defines it. If it has adapters, biases or hooks, it must be called."""
     layers = [getattr(expert, name, None) for name in names]
     return (
         hasattr(expert, "act_fn")

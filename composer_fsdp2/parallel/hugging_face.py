@@ -445,7 +445,7 @@ def _without_padding(given: dict[str, Any], layers: DividedLayers, stack: _Stack
 
 
 def refuse_arguments(given: Mapping[str, Any], *names: str) -> None:
-    """Raise for an argument that is only supported with full sequences. Raises on all ranks, which have the same batch."""
+    """Raise for an argument that is supported with full sequences only; on all ranks, which have the same batch."""
     for name in names:
         value = given.get(name)
         if name.startswith("output_") and value:

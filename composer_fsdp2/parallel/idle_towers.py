@@ -97,7 +97,7 @@ def start_idle_towers(
 
 
 def _wrap_forward(outer: nn.Module, towers: "_Towers") -> None:
-    """Replace ``outer.forward`` instead of registering hooks: peft calls the ``forward`` of the model that it adapts."""
+    """Replace ``outer.forward`` instead of registering hooks: peft calls ``forward`` of the model that it adapts."""
     forward = outer.forward
 
     @wraps(forward)

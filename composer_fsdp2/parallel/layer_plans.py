@@ -70,7 +70,7 @@ def automatic_plan(model: nn.Module, degree: int, num_shards: int) -> dict[str, 
     Args:
         model: A model of transformers or LLM Foundry, or a module that contains one.
         degree: The tensor-parallel degree.
-        num_shards: A further divisor of the number of rows of TP-sharded weights; 1 for none.
+        num_shards: The vocabulary is TP-sharded only if its size is a multiple of ``degree`` times this number.
     Raises:
         PlanError: no plan is known for it.
 
@@ -149,7 +149,7 @@ def _norms_of_heads(modules: Mapping[str, nn.Module], plan: Mapping[str, Paralle
 
 
 def _embedding_and_head(model: Any, paths: Mapping[nn.Module, str], num_parts: int) -> dict[str, ParallelStyle]:
-    """The styles of a model's embedding and head. If they share a weight, both are sharded by rows of the vocabulary."""
+    """The styles of a model's embedding and head. If they share a weight, both are sharded by vocabulary rows."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if type(head) is not nn.Linear:
         return {}

@@ -75,14 +75,14 @@ class PaddedStyle(ParallelStyle):
 
 
 def padded(style: ParallelStyle, added: AddedPlaces) -> ParallelStyle:
-    """Return ``style`` as a ``PaddedStyle`` if it divides or gathers a dimension other than the last; else unchanged."""
+    """Return a ``PaddedStyle`` if ``style`` divides or gathers a dimension other than the last; else ``style``."""
     layouts = [layout for changes in _changes(style) for change in changes.values() for layout in change]
     # The last dimension needs no padding: the plan has checked the widths of the layers.
     return PaddedStyle(style, added) if any(isinstance(each, Shard) and each.dim != -1 for each in layouts) else style
 
 
 def _changes(style: ParallelStyle) -> tuple[_Changes, _Changes]:
-    """The changes of layout of a module's inputs and outputs. A TP-sharded layer has one, from its input to its output."""
+    """The layout changes of a module's inputs and outputs. A TP-sharded layer has one, from input to output."""
     if isinstance(style, ColwiseParallel | RowwiseParallel):
         return {0: (style.input_layouts[0], style.output_layouts[0])}, {}
     of_inputs = getattr(style, "prepare_module_input", style)  # of torch 2.13's style for both

@@ -56,7 +56,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def resharded_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Reshard all units and return every parameter once, in the order of ``module.parameters()``. Does not communicate."""
+    """Reshard all units and return every parameter once, in the order of ``module.parameters()``."""
     modules = list(module.modules())
     for each in modules:
         if isinstance(each, FSDPModule):

@@ -200,7 +200,7 @@ _TEXTS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error means that this or another rank's device is out of memory. A smaller microbatch may then fit."""
+    """Whether the error means that a device, of this or another rank, is out of memory. A smaller microbatch may fit."""
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _TEXTS)
 
 

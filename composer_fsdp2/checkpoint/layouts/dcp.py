@@ -1,9 +1,9 @@
-"""A folder that torch.distributed.checkpoint wrote: ``.metadata`` and ``__{rank}_{n}.distcp`` files.
+"""The folder that torch.distributed.checkpoint writes: ``.metadata`` and ``__{rank}_{n}.distcp`` files.
 
 Composer's ``state_dict_type: sharded`` since 0.16 on torch 2, and ``local`` from 0.16 to 0.18. ShardedTensor, DTensor
-and FSDP2 leave the same files: boxes of plain tensors. What differs is how far the state dict was flattened, which
-``planner_data`` shows for every key: torch <= 2.2 had ``optimizers`` at the root; until 2.3 ``param_groups`` and the
-like were one entry each; from 2.4 on every leaf of every dict is an entry.
+and FSDP2 write the same files: boxes of plain tensors. Versions differ in how far the state dict was flattened, which
+``planner_data`` shows for every key: torch <= 2.2 had ``optimizers`` at the root; until 2.3 ``param_groups`` and
+similar values were one entry each; since 2.4 every leaf of every dict is an entry.
 """
 
 import functools
@@ -88,7 +88,7 @@ def _recognize(path: Path) -> bool:
 
 
 def holds_entries(file: Path) -> bool:
-    """Whether a file of such a folder contains entries, from its suffix."""
+    """Whether a file of a DCP folder contains entries, from its suffix."""
     return file.suffix == ".distcp"
 
 
@@ -98,7 +98,11 @@ def _incomplete(path: Path) -> str | None:
 
 
 def read(folder: Folder, trust: bool, *, prefix: EntryPath = ()) -> CheckpointInventory:
-    """A folder with Composer's full state dict; with a prefix, one with the part that belongs there."""
+    """Read the metadata of a DCP folder. Does not communicate.
+
+    Args:
+        prefix: The path in Composer's state dict of the folder's entries; () if it contains the full state dict.
+    """
     path = folder.path
     if not (path / METADATA).is_file():
         raise CheckpointError(
@@ -149,7 +153,9 @@ class _Directory:
                 self.problems.append(f"{self.where}: lists two locations for {name} at {box}")
 
     def prefix_of_model(self) -> EntryPath:
-        """Where the entries of a model's state dict belong that was saved without Composer; () if this is none."""
+        """The path in Composer's state dict of a model's state dict that was saved without Composer; () for other
+        folders.
+        """
         if not self.paths:
             return ()
         if {path[:1] for path in self.paths.values()} == {("model",)}:  # accelerate's pytorch_model_fsdp_0
@@ -158,7 +164,7 @@ class _Directory:
         return MODEL if is_flat and self.tensors.keys() == self.declared.keys() else ()
 
     def entry(self, name: str, relative_path: Any, offset: Any, num_bytes: Any) -> NestedArchive | None:
-        """The location of an entry; None (and a problem) where that cannot be."""
+        """The location of an entry. If the metadata is invalid, None, and a problem is recorded."""
         if relative_path not in self.file_sizes:
             self.file_sizes[relative_path] = self.file_size(relative_path)
         size = self.file_sizes[relative_path]
@@ -170,7 +176,7 @@ class _Directory:
         return NestedArchive(self.folder, relative_path, offset, num_bytes)
 
     def file_size(self, relative_path: Any) -> int | None:
-        """The size of a file that the metadata lists; it must be in the folder."""
+        """The size of a file that the metadata lists. If it is not in the folder, None, and a problem is recorded."""
         try:
             file = inside(self.path, relative_path, named_by=self.where)
         except CheckpointError as error:
@@ -224,7 +230,7 @@ class _Directory:
         )
 
     def records(self) -> tuple[dict[EntryPath, TensorRecord], dict[EntryPath, ObjectRecord]]:
-        """Everything that the metadata declares; what has no place is a problem."""
+        """The records of all entries in the metadata. Records a problem for each entry without a valid location."""
         tensors: dict[EntryPath, TensorRecord] = {}
         objects: dict[EntryPath, ObjectRecord] = {}
         for name, declared in self.declared.items():
@@ -240,7 +246,7 @@ class _Directory:
         return tensors, objects
 
     def check_overlaps(self) -> None:
-        """No two entries share a byte: one of them would be read as the other."""
+        """Record a problem if two entries share a byte, because one of them would be read as the other."""
         placed = sorted(
             (entry.name, entry.offset, entry.num_bytes, name)
             for name, boxes in self.entries.items()
@@ -252,7 +258,7 @@ class _Directory:
                 self.problems.append(text)
 
     def composer_path(self, name: str) -> EntryPath:
-        """The entry's path in Composer's state dict, with the optimizers where they are since torch 2.3."""
+        """The entry's path in Composer's state dict, with ``optimizers`` at its path since torch 2.3."""
         # A name does not show which of its parts are numbers, so it is not a path if the others have one.
         path: EntryPath = tuple(self.paths.get(name, ()) if self.paths else name.split("."))
         if not _is_path(path) or dotted(path) != name:
@@ -262,7 +268,7 @@ class _Directory:
         return ("state", *path) if path[0] == "optimizers" else path
 
     def tensor(self, name: str, declared: InertObject) -> TensorRecord | None:
-        """A tensor's record from the metadata; None (and a problem) if that cannot be."""
+        """The record of a tensor. If the metadata is invalid, None, and a problem is recorded."""
         properties = declared.field("properties")  # pickled as (dtype, layout, requires_grad, memory format, ...)
         dtype = properties.state[0] if isinstance(properties.state, tuple) else properties.field("dtype")
         if not isinstance(dtype, torch.dtype):
@@ -294,7 +300,7 @@ class _Directory:
         return record
 
     def name_empty_dicts(self, objects: dict[EntryPath, ObjectRecord]) -> None:
-        """The empty dicts that our own entry lists, in its place."""
+        """Replace the entry that lists empty dicts by these empty dicts."""
         if (listed := objects.pop(_EMPTY_DICTS, None)) is not None:
             paths = listed.value()
             if not isinstance(paths, list) or not all(isinstance(path, tuple) and _is_path(path) for path in paths):
@@ -303,7 +309,7 @@ class _Directory:
             objects |= {path: ObjectRecord(dotted(path), dict, source=listed.source) for path in paths}
 
     def torch_version(self) -> str:
-        """The writer's torch version as the metadata's classes show it, if ``state.metadata`` has none."""
+        """Infer the writer's torch version from the metadata's classes, if ``state.metadata`` has none."""
         if any(declared.field("properties").kind.module == _OLD for declared in self.tensors.values()):
             return "2.0 to 2.2"
         is_flattened = any(path[-2:-1] == ("param_groups",) for path in self.paths.values())
@@ -325,7 +331,7 @@ def _unpickled(entry: NestedArchive, trust: bool) -> Any:
 
 
 def _is_path(path: EntryPath) -> bool:
-    """Whether it can be an entry's; what reads a tree recurses."""
+    """Whether this is a valid path of an entry. Its length is limited, because trees are read by recursion."""
     return 0 < len(path) <= 100 and all(isinstance(part, str | int) for part in path)
 
 
@@ -343,7 +349,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """One archive in a file: an object, or a box of a tensor (at ``offsets``)."""
+    """One archive in a file: an object, or the box of a tensor at ``offsets``."""
 
     key: str
     value: Any
@@ -353,11 +359,11 @@ class _Item:
 
 
 def _lay_out(request: WriteRequest) -> Output:
-    """The folder that ranks, as many as files, would write.
+    """Compute the folder that ``num_files`` ranks would write.
 
     Every leaf of every dict is an entry, and each entry a separate ``torch.save`` archive, as Composer writes them on
     torch 2.4 and later. Tensors of the model and of optimizer states are split by rows over the files, as
-    ``torch.chunk`` splits them over ranks; all else is in the first.
+    ``torch.chunk`` splits them over ranks; all other entries are in the first file.
 
     Raises:
         CheckpointError: two entries would get the same key.
@@ -387,10 +393,10 @@ def _lay_out(request: WriteRequest) -> Output:
 
 
 def flattened(state: Mapping[str, Any]) -> dict[str, tuple[EntryPath, Any]]:
-    """Leaves by key, with their paths: what torch's ``flatten_state_dict`` makes of a state dict since 2.4.
+    """Flatten a state dict as torch's ``flatten_state_dict`` since 2.4: leaves by key, with their paths.
 
-    It forgets empty dicts; one further entry lists them, under a key that no state dict has: under their own, torch
-    would take the folder for one of 2.3 (``DefaultLoadPlanner.create_local_plan``).
+    torch drops empty dicts. An additional entry lists them, under a key that no state dict has. Under their own keys,
+    torch would treat the folder as one of 2.3 (``DefaultLoadPlanner.create_local_plan``).
     """
     entries: dict[str, tuple[EntryPath, Any]] = {}
     empty: list[EntryPath] = []
@@ -408,14 +414,14 @@ def flattened(state: Mapping[str, Any]) -> dict[str, tuple[EntryPath, Any]]:
 
 
 def _parts(value: Any) -> Parts:
-    """Where torch would look into a value; an empty dict is a leaf here."""
+    """The children of a value that torch would flatten. An empty dict is a leaf here."""
     if isinstance(value, Mapping) and value:
         return ((str(key), part) for key, part in value.items())
     return enumerate(value) if isinstance(value, list) and _is_nested(value) else None
 
 
 def _is_nested(values: list[Any]) -> bool:
-    """Whether torch would look into a list: some part of it is a tensor or a dict."""
+    """Whether torch would flatten a list: some element, at any depth, is a tensor or a dict."""
     return any(isinstance(part, Slot | Mapping) or (isinstance(part, list) and _is_nested(part)) for part in values)
 
 
