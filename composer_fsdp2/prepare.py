@@ -239,8 +239,7 @@ def _plan_parallelize(
 
 
 def apply_plan(model: nn.Module, plan: ShardingPlan) -> None:
-    """Shard ``model`` in place according to ``plan``: checkpoint wrappers, initial values, ``fully_shard`` bottom-up,
-    checks.
+    """Shard ``model`` in place by ``plan``: checkpoint wrappers, initial values, ``fully_shard`` bottom-up, checks.
 
     Args:
         model: The model that was planned, not yet sharded.

@@ -64,8 +64,8 @@ def collectives_of_unit(watches: Sequence[tuple[Watch, str]], phase: str) -> Ite
     """Within the block, call a unit's watches before each collective that ``fully_shard`` launches.
 
     Args:
-        watches: The unit's watches, each with the unit's path in the model of that watch.
-        phase: For ``PendingCollective``.
+        watches: The unit's watches. Each is paired with the path of the unit in the watched model.
+        phase: As in ``PendingCollective``.
     """
     global _current_unit
     if not watches:

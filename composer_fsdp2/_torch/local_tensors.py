@@ -87,7 +87,7 @@ def lion_(
     Allocates memory for one copy of the tensors.
 
     Args:
-        keep: One minus the weight decay. Each tensor is multiplied by it before the update.
+        keep: The weight-decay factor, by which each tensor is multiplied before the update.
     """
     if keep != 1:
         torch._foreach_mul_(tensors, keep)

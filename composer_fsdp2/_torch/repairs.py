@@ -40,10 +40,10 @@ _MARK = "_composer_fsdp2_repair"
 
 
 def _gloo_cannot_average() -> bool:
-    """Whether gloo rejects AVG. gloo raises before it communicates, so a process group of this rank alone is
-    sufficient.
+    """Whether gloo rejects AVG.
 
-    The store is in memory. No other rank takes part.
+    gloo raises before it communicates, so a process group of this rank alone is sufficient. Its store is in memory, and
+    no other rank takes part.
     """
     if hasattr(_fsdp_collectives._get_gradient_divide_factors, _MARK):
         return False

@@ -46,8 +46,8 @@ class _Container:
         rebuild: Creates a container of the same class from other parts.
         keys: The keys of the parts, for ``get`` and ``set``.
         set: Assigns a part by its key; None if the container is immutable.
-        is_registered: Whether FSDP1 did not traverse the class: it is registered with pytree, or a mapping that is not
-            a dict.
+        is_registered: Whether the class is registered with pytree, or is a mapping other than a dict. FSDP1 did not
+            traverse these.
     """
 
     parts: Sequence[Any]

@@ -53,7 +53,7 @@ class UnitHooks:
     """Callbacks at points of a unit's forward and backward at which torch calls no hook.
 
     Args:
-        watches: Called before the unit's collectives, each with the unit's path in the model of that watch.
+        watches: Called before the unit's collectives. Each is paired with the path of the unit in the watched model.
         replicated: By mesh, the parameters that are replicated on all its ranks. Their gradients are averaged at the
             end of the backward.
         after_reduction: Called in order at the end of each backward that reduced gradients. An exception ends the

@@ -208,8 +208,9 @@ def _plain(value: Any) -> Any:
 
 
 def _read(what: Callable[[], Any], otherwise: Any) -> Any:
-    """The value of an entry; ``otherwise`` if it contains more than plain data, so that the rest can still be
-    described.
+    """The value of an entry; ``otherwise`` if it contains more than plain data.
+
+    The rest of the checkpoint can still be described.
     """
     try:
         return what()

@@ -39,8 +39,9 @@ def inspect_checkpoint(path: str | Path, *, model: nn.Module | None = None, trus
 
 
 def _check_content(located: Located) -> None:
-    """Check the CRC32 of each record of an unpacked file now, so that damage does not show only after unpacking it
-    again.
+    """Check the CRC32 of each record of an unpacked file.
+
+    A later read would find damage only after unpacking the file again.
     """
     for name, blob in Archive.open(located.path).blobs.items():
         if blob.crc32 is not None and (damage := damage_of(blob, ())) is not None:

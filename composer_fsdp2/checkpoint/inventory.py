@@ -206,7 +206,7 @@ class ObjectRecord:
         return cls(name, _unread, is_flattened=is_flattened, _value=value)
 
     def value(self) -> Any:
-        """Read the value. Raises CheckpointError: it is damaged, or contains more than plain data and is not trusted."""
+        """Read the value. Raises CheckpointError if it is damaged, or not plain data and not trusted."""
         if self._value is ...:
             self._value = self.load()
         return self._value
@@ -366,7 +366,7 @@ class CheckpointInventory:
 
 
 def tree_of(entries: Mapping[EntryPath, TensorRecord | ObjectRecord], path: EntryPath = ()) -> Any:
-    """The nested value of the entries below a path, with ``TensorRecord``s in place of tensors; None without entries."""
+    """The nested value of the entries below a path, with ``TensorRecord``s for tensors; None without entries."""
     values = {path: each if isinstance(each, TensorRecord) else each.value() for path, each in entries.items()}
     return as_tree(values, path) if values else None
 

@@ -59,9 +59,7 @@ class Located:
 
     @property
     def files(self) -> list[Path]:
-        """All files of the checkpoint: those at the path, and other files that belong to its layout. Does not read
-        metadata.
-        """
+        """All files of the checkpoint, including those next to the path. Does not read metadata."""
         others = self.path.rglob("*") if self.path.is_dir() else self.layout.files_beside(self.path)
         return [file for file in sorted({self.path, *others}) if file.is_file()]
 
@@ -100,9 +98,7 @@ def find(path: str | Path) -> Located:
 
 
 def _located(existing: Path, in_folder: Callable[[Path], Located]) -> Located:
-    """The checkpoint to which an existing path leads. ``in_folder`` finds it in a folder that is not itself a
-    checkpoint.
-    """
+    """The checkpoint to which an existing path leads. ``in_folder`` finds it in a folder of checkpoints."""
     found = _follow(existing)
     layout = recognized(found)
     if layout is None and found.is_file() and (layout := recognized(existing)) is not None:
@@ -380,8 +376,9 @@ def opened_checkpoint(located: Located, *, trust: bool = False) -> Iterator[Chec
     """Open a checkpoint so that its tensors can be read within the block. A packed one is unpacked once per host.
 
     Raises:
-        CheckpointError: on all ranks; see ``inventory_of``. Called on all ranks, or in one process without a group;
-    gathers a bool from each.
+        CheckpointError: on all ranks; see ``inventory_of``.
+
+    Called on all ranks, or in one process without a group; gathers a bool from each.
     """
     if all(all_gather_object(located.layout.unpack is None)):
         yield _read_together(located, trust)
@@ -407,8 +404,7 @@ def together(decide: Callable[[], T], fingerprint: Callable[[T], str] = lambda _
 
 
 def long_together(work: Callable[[], T], what: str, *, ranks: Collection[int] | None = None) -> T:
-    """Run ``work``, which may take hours, on ``ranks``. If it raises on one, all raise CheckpointError. See
-    ``long_work``.
+    """Run ``work``, which may take hours, on ``ranks`` (see ``long_work``). If it raises, all raise CheckpointError.
 
     Returns:
         The result of ``work``; None on a rank that is not in ``ranks``.
@@ -417,11 +413,14 @@ def long_together(work: Callable[[], T], what: str, *, ranks: Collection[int] | 
 
 
 def once_per_host(work: Callable[[], T], what: str, firsts: Sequence[int]) -> T:
-    """Run ``work`` on the first rank of each host, and return its result on all ranks of the host; see
-    ``long_together``.
+    """Run ``work`` on the first rank of each host, and return its result on all ranks of the host.
+
+    See ``long_together``.
 
     Args:
-        firsts: For each rank, the first rank on its host. Called on all ranks; gathers the values.
+        firsts: For each rank, the first rank on its host.
+
+    Called on all ranks; gathers the values.
     """
     values: list[Any] = all_gather_object(long_together(work, what, ranks=set(firsts)))
     found: T = values[firsts[_rank()]]
@@ -435,7 +434,9 @@ def folder_per_host(firsts: Sequence[int]) -> Iterator[Path]:
     Args:
         firsts: As in ``once_per_host``.
     Raises:
-        CheckpointError: on all ranks, if a host cannot create one. Called on all ranks.
+        CheckpointError: on all ranks, if a host cannot create one.
+
+    Called on all ranks.
     """
     folder = Path(once_per_host(lambda: tempfile.mkdtemp(prefix=_PREFIX), "making a folder", firsts))
     try:

@@ -201,8 +201,9 @@ def _in_order_of_file(out: torch.Tensor, stride: tuple[int, ...]) -> tuple[torch
 
 
 def _runs(shape: tuple[int, ...], box: Box, out: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Split a box of a contiguous tensor into contiguous ranges: the index of the first element, and the part of
-    ``out``.
+    """Split a box of a contiguous tensor into contiguous ranges.
+
+    Yields the index of the first element, and the part of ``out``.
     """
     inner = math.prod(shape[1:])
     if box.sizes[1:] == shape[1:]:

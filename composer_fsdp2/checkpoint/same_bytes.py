@@ -21,7 +21,7 @@ def storage_key(record: TensorRecord) -> Hashable:
 
 
 class SameBytes(Generic[T]):
-    """A collection of items with records. Finds the first item with the same bytes without a pass over all of them."""
+    """Maps records to items. Finds the first item whose record has the same bytes, without comparing all records."""
 
     def __init__(self) -> None:
         self._items: list[T] = []
@@ -76,7 +76,7 @@ def same_content(a: object, b: object) -> bool | None:
 
 
 def _form(record: TensorRecord) -> Hashable | None:
-    """The shape, dtype and boxes, which are equal for records whose contents are compared. None for tensors in memory."""
+    """The shape, dtype and boxes, which must be equal to compare contents. None for tensors in memory."""
     if not record.chunks or not all(isinstance(chunk.source, Strided | NestedArchive) for chunk in record.chunks):
         return None
     return record.shape, record.dtype, tuple((chunk.offsets, chunk.sizes) for chunk in record.chunks)

@@ -38,9 +38,9 @@ class _Flat:
 
 
 def gradient_squares(model: nn.Module) -> float:
-    """This rank's summand of the sum of squares of all gradients; summed over ranks it is the full one.
+    """The sum of squares of this rank's gradients. Summed over ranks, it is that of the full gradients.
 
-    Does not communicate.
+    A gradient that several ranks have is divided by their number. Does not communicate.
     """
     flat, total = _flat_parameters(model), 0.0
     for parameter in model.parameters():

@@ -56,7 +56,7 @@ class Quantity(Value):
 
     @property
     def excess(self) -> tuple[float, float]:
-        """The key by which quantities are sorted, the worst last. One with an infinite limit is the worst."""
+        """The sort key that finds the worst quantity, which has the largest. An infinite limit is the worst."""
         if self.limit == math.inf:
             return (math.inf, math.inf)
         beyond = self.distance / self.limit if self.limit else math.inf
@@ -104,7 +104,7 @@ class _Apart:
 
     Args:
         place: The batch or tensor.
-        num_batches: The number of batches trained before.
+        num_batches: The number of batches trained until then.
         detail: The values, as text.
     """
 

@@ -73,10 +73,9 @@ class Reference:
         return tensor
 
     def _explained(self, key: Key, reference: torch.Tensor, learning_rates: float) -> torch.Tensor | None:
-        """The largest difference of each element that rounding explains: not zero where the gradient is only rounding
-        error.
+        """For each element, the largest difference that rounding can cause.
 
-        None if it is unknown.
+        Zero except where the gradient is no larger than its rounding error. None if it is unknown.
         """
         kind = next((kind for kind in _SIZES if (kind, key[1]) in self._paths), None)
         if kind is None or not learning_rates:

@@ -144,7 +144,7 @@ class RunRecord(Value):
         num_units: The number of modules that all-gather their parameters.
         memory_is: What ``memory_bytes`` of a batch measures.
         state_bytes: The measured counterpart of ``Prediction.state_bytes``, from storages. 0 if it was not measured: on
-            FSDP1, in the first batch, when the optimizer has no state, and with offloaded parameters.
+            FSDP1, in the first batch (the optimizer has no state yet), and with offloaded parameters.
         peak_bytes: The same plus all other storages allocated at that time, including activations.
         start: The distances from the first run before the first batch; empty in the first run.
         end: The distances after the last batch.

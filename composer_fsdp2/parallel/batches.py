@@ -147,8 +147,8 @@ def share_batch(
         batch: What this rank's loader returned: tensors in any structure that can be pickled. Not modified.
         group: The ranks that share a batch; None means all. With gloo and a batch in host memory, no rank synchronizes
             with its device.
-        how: ``first``: the first rank's batch. ``gather``: the rows of all ranks, in rank order, or that batch if all
-            ranks have read the same one; text of different lengths is padded to the longest. ``False``: ``batch``.
+        how: ``first``: the first rank's batch. ``gather``: the rows of all ranks, in rank order, padded to the longest
+            sequence; if all ranks have the same batch, that batch. ``False``: this rank's ``batch``.
         counts: Whether ``gather`` includes this rank's rows. If it includes no rank's, the result is the first rank's
             batch.
     Returns:

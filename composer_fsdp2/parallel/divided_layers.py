@@ -37,13 +37,13 @@ class DividedLayers:
             positions, features).
         caches: The names of parameters for KV caches, which are set to None: no other code could use the keys and
             values of a part.
-        takes_whole: Returns whether a layer's parameter of this name may be a tensor of the full sequences, or a tensor
-            without positions.
+        takes_whole: Returns whether a layer accepts a tensor of the full sequences, or one without a dimension of rows,
+            as the parameter of this name.
         full_mask: Creates a mask of the full sequences without padding, from a layer's input and the length. If the
             length is not a multiple of the number of ranks, it masks the positions that were added. None if attention
             is causal.
-        keeps_whole: Whether the output is gathered in each forward, because the model reshapes it to the full
-            sequences' shape.
+        keeps_whole: Whether the output is gathered in each forward, because the model reshapes it to the shape of full
+            sequences.
         is_open: Whether a forward is currently between the first layer and the last one.
         length: The length of the full sequences in the current forward, or in the previous one.
         padding: The padding of the batch, during a forward that returns the loss of a part.
@@ -99,8 +99,7 @@ class DividedLayers:
         *,
         dim: int,
     ) -> torch.Tensor:
-        """Run ``attend(query, key, value, mask)`` on all positions of some heads; return all heads of this rank's
-        positions.
+        """Run ``attend(query, key, value, mask)`` on all positions of some heads, between two exchanges.
 
         Args:
             attend: Gets tensors (rows, heads, positions, features), in the same layout.

@@ -335,8 +335,6 @@ def _problems_of_layer(module: nn.Module, layer: SplitExperts, settings: Mapping
 
 
 def _is_rest_of(mesh: Any, degree: int) -> bool:
-    """Whether the mesh contains the ranks that have the same experts, if ``degree`` consecutive ranks divide the
-    experts.
-    """
+    """Whether the mesh contains the ranks with the same experts, for groups of ``degree`` consecutive ranks."""
     ranks = range(dist.get_rank() % degree, dist.get_world_size(), degree)
     return isinstance(mesh, DeviceMesh) and mesh.mesh.flatten().tolist() == list(ranks)

@@ -381,9 +381,7 @@ def _placed(output: Any, layers: DividedLayers, has_states: bool) -> Any:
 
 
 def _forward_of_rows(model: nn.Module, layers: DividedLayers) -> Callable[..., Any]:
-    """Make the model's forward. With labels, it returns this rank's part of the loss and logits, if the loss can be
-    divided.
-    """
+    """Make the model's forward. If its loss can be divided, it returns this rank's part of the loss and logits."""
     group = layers.group
     forward, signature = model.forward, inspect.signature(model.forward)
     dtype = next((p.dtype for p in model.parameters() if p.dtype == torch.float64), torch.float32)

@@ -134,8 +134,7 @@ class _Comparison:
             )
 
     def _squares(self) -> list[list[float]]:
-        """For each gradient and then each input: its squared distance from the mean along the axis, and its squared
-        norm.
+        """The squared distance from the mean along the axis, and the squared norm, of each gradient and input.
 
         Summed over all ranks of the model by two all-reduces, of 2 KiB and of 16 bytes per parameter or input.
         """

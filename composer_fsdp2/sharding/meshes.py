@@ -51,8 +51,7 @@ def _slice(mesh: DeviceMesh, spec: MeshSpec, *roles: AxisRole) -> DeviceMesh | N
 
 
 def unit_meshes(specs: Sequence[MeshSpec], existing_meshes: Sequence[DeviceMesh] = ()) -> list[UnitMesh]:
-    """Create the mesh of each resolved spec. If a spec partitions the ranks into groups, create that of this rank's
-    group.
+    """Create the mesh of each resolved spec; for groups of ranks, that of this rank's group.
 
     Without groups a mesh contains the ranks 0, 1, ... in order, with replicas outermost. It compares equal to the mesh
     that Composer's State creates from the same spec.
@@ -164,7 +163,7 @@ def _clear_stale_groups() -> None:
 def training_groups(mesh: DeviceMesh, of_units: Iterable[DeviceMesh]) -> tuple[dist.ProcessGroup | None, ...]:
     """The process groups whose ranks together train parts of one root; None stands for the default group.
 
-    If the root's mesh has groups of ranks, each group trains its own root, unless a unit below it spans several groups.
+    If the root's mesh is smaller than the world, its ranks train it alone, unless a unit below it has a larger mesh.
 
     Args:
         mesh: The root's mesh, with all axes.

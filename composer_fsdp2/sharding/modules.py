@@ -58,8 +58,10 @@ def ancestors_or_self(path: str) -> list[str]:
 
 
 def first_paths(modules: Mapping[str, nn.Module]) -> dict[nn.Module, str]:
-    """The first path of each module, as ``named_modules`` lists it, from ``modules`` by every path in registration
-    order.
+    """The path of each module in ``named_modules``, which is the first one in ``modules``.
+
+    Args:
+        modules: All modules of the model by every path, in registration order.
     """
     found: dict[nn.Module, str] = {}
     for path, module in modules.items():

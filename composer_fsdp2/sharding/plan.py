@@ -1,4 +1,4 @@
-"""The sharding plan as a value: the units, their parameters, and what is done with them."""
+"""The sharding plan as a value: the units, their parameters, and the settings with which they are sharded."""
 
 import hashlib
 import math
@@ -28,8 +28,8 @@ class ParameterSpec(Value):
     """One parameter under all of its names (several if it is tied), with its full shape and dtype.
 
     Args:
-        tensor_placement: Its placement along the mesh's tensor or expert axis. None if the parameter has no such axis
-            or is replicated along it.
+        tensor_placement: Its placement along the mesh's tensor or expert axis. None if the parameter is a plain tensor
+            along that axis, and thus replicated.
         expert_degree: The number of ranks over which the experts are divided, if the parameter belongs to experts. Each
             rank all-gathers only its own experts.
         is_trained: Whether it requires gradients after the plan's ``freeze``. Part of the plan because frozen
@@ -208,9 +208,7 @@ class ShardingPlan(Value):
 
     @cached_property
     def fingerprint(self) -> str:
-        """The whole plan as lines of JSON, which ranks compare before they apply it. Equal plans have equal
-        fingerprints.
-        """
+        """The whole plan as lines of JSON. Ranks compare it before they apply the plan."""
         # Line by line: creating all objects of a large plan at once would trigger the garbage collector.
         units = "\n".join(map(json_text, self.units))
         return f"{units}\n{json_text(replace(self, units=()))}"

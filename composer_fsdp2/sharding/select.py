@@ -146,9 +146,7 @@ class _Walk:
                 self.add_root(UnitDraft((outer,), choice.chosen_by, overrides=choice.overrides))
 
     def _add_below(self, root_path: str) -> None:
-        """Add the chosen modules below a root, and batch norms that need other dtypes or ranks than their enclosing
-        unit.
-        """
+        """Add the chosen modules below a root, and batch norms that need other dtypes or ranks than their unit."""
         own_dtypes: list[str] = []
         own_ranks: list[str] = []
         seen = {self.tree.modules[root_path]}

@@ -104,8 +104,7 @@ class ContextGroup:
         return self.part(self.padded(labels, 1, IGNORED_LABEL)).contiguous()
 
     def items(self, labels: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The number by which this rank divides its summed loss. Averaging the results over ranks then gives the mean
-        loss.
+        """The divisor of this rank's summed loss. The average of the quotients over ranks is the mean loss.
 
         Counts over all ranks of the world, whose batches may have different numbers of counted positions and different
         weights.
@@ -149,9 +148,7 @@ class ContextGroup:
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all that divides one dimension over the ranks and concatenates along another. Backward does the
-    inverse.
-    """
+    """An all-to-all that divides one dimension and concatenates along another. Backward does the inverse."""
 
     @staticmethod
     def forward(

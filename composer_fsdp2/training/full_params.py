@@ -297,8 +297,10 @@ class _FullParameter:
         self.full = self._registered()  # a replacement is registered again afterwards
 
     def write_back(self) -> list[str]:
-        """At the end of the block, write the values that persist into the shard. Return messages about written values
-        that are lost.
+        """Write the values that persist into the shard, at the end of the block.
+
+        Returns:
+            A message for each written value that is lost.
         """
         if self.full is not None and self._registered() is self.full:
             # changes of requires_grad persist with any options
@@ -340,9 +342,7 @@ class _FullParameter:
         return ""
 
     def _registered(self) -> nn.Parameter | None:
-        """The parameter that is registered at the end of the block: the full parameter or a replacement; None if
-        several.
-        """
+        """The parameter that the block leaves registered: the full parameter or a replacement; None if several."""
         own = (id(self.full), id(self.parameter.sharded))
         others = {id(each): each for each in self.parameter.registered() if id(each) not in own}
         if len(others) > 1:

@@ -128,8 +128,9 @@ def _open_on_all_ranks(open_: Callable[[], T]) -> T:
 
 
 def _listen(backlog: int, timeout: timedelta) -> socket.socket | None:
-    """A listening socket at an abstract address. The address is released with the socket, and unique per network
-    namespace.
+    """A listening socket at an abstract address, which is unique per network namespace.
+
+    The address is released when the socket is closed.
     """
     if not backlog or not hasattr(socket, "SOCK_SEQPACKET"):
         return None

@@ -1,11 +1,11 @@
 """Coordinated out-of-memory handling: a vote before each collective, and a reset to the state before the batch.
 
 [Note: votes] A rank that is out of memory raises while the other ranks wait for it in a collective, forever. Each rank
-therefore votes before it launches a collective, after the allocation of the unit's buffers, which may fail. A rank that
-failed votes once more where the error is caught: this is the vote in which the others are waiting, or the next one that
-they reach. All ranks then get the result, and all reset. Every rank votes the same number of times, as long as all
-ranks run the same units in the same order. A failure inside a collective that other ranks have entered cannot be voted
-on; the process group's timeout then ends all of them.
+therefore votes before it launches a collective, after the allocation of the unit's buffers, which may fail. If the
+allocation fails, the rank votes in the handler of the error. The other ranks are waiting in the same vote, or will
+reach it. All ranks then get the result, and all reset. Every rank votes the same number of times, as long as all ranks
+run the same units in the same order. A failure inside a collective that other ranks have entered cannot be voted on;
+the process group's timeout then ends all of them.
 """
 
 import traceback
@@ -35,7 +35,7 @@ class PeerOutOfMemoryError(RuntimeError):
 
 
 class OutOfMemoryVote:
-    """Votes of a model's ranks over the control group, separate from its collectives.
+    """A vote of a model's ranks before each collective, over the control group.
 
     Created on all ranks together, as the control group is. Sends a few small collectives over the model's mesh axes:
     NCCL allocates memory outside of torch's allocator when an axis is first used. If that failed within a batch, it
@@ -200,7 +200,7 @@ _TEXTS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error means that a device, of this or another rank, is out of memory. A smaller microbatch may fit."""
+    """Whether the error means that a device, of this or another rank, ran out of memory. Try a smaller microbatch."""
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _TEXTS)
 
 

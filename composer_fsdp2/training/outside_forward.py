@@ -25,8 +25,7 @@ from composer_fsdp2.sharding.ties import join
 
 
 class FullTensorMode(TorchFunctionMode):
-    """Within the block, operators on DTensors run on full tensors, because torch does not mix DTensors with plain
-    tensors.
+    """Within the block, operators on DTensors run on full tensors, so that they may be mixed with plain tensors.
 
     Each rank computes its own loss from a full tensor, so its gradient is averaged over the ranks of its mesh, as
     ``fully_shard`` averages those of a forward. The results equal those of one process. The sum of an elementwise

@@ -86,9 +86,9 @@ def reduce_to_floats(values: Mapping[K, torch.Tensor]) -> dict[K, float]:
 
 
 def _pending_reduction(value: DTensor) -> tuple[LocalValues, float] | None:
-    """The pending reduction of a DTensor, and the power to take before it is a sum.
+    """The pending reduction of a DTensor, and the order of the root to take of the reduced value (1 for none).
 
-    None if the reduction must be left to torch.
+    None if torch must reduce the DTensor.
     """
     pending = [pending_reduction(placement) for placement in value.placements]
     kinds = {kind for kind in pending if kind is not None}

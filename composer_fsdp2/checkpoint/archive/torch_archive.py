@@ -157,8 +157,7 @@ def _directory_end(data: bytes, at: int) -> tuple[int, int, int] | None:
 
 
 def archive_start(path: Path, start: int, end: int) -> int | None:
-    """The offset at which the archive begins that ends at byte ``end`` of a file, without a comment; None if there is
-    none.
+    """The offset of the archive that ends at byte ``end`` of a file, without a comment; None if there is none.
 
     Args:
         start: The smallest possible offset.

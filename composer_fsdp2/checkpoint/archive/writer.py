@@ -61,9 +61,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """One record of the archive: its header at ``at``, then its data. ``content`` is None if the data is that of a
-    slot.
-    """
+    """One record of the archive: its header at ``at``, then its data. ``content`` is None for the data of a slot."""
 
     name: bytes
     num_bytes: int

@@ -111,8 +111,8 @@ def convert_checkpoint(
         ConfigError: an invalid ``to``, or ``files`` or ``dtype`` that the layout does not support.
         CheckpointError: on every rank. The source is damaged or has no known layout, the destination exists or cannot
             be written, or the disk has too little space. The destination is not created.
-    With a process group, called on all ranks. Rank 0 converts; the other ranks poll the store, not in a collective. In
-    a dry run each rank makes the plan itself.
+    With a process group, called on all ranks. Rank 0 converts while the other ranks poll the store, outside of
+    collectives. In a dry run each rank makes the plan itself.
 
     Example:
         >>> save_monolithic({"state": {"model": nn.Linear(4, 2).state_dict()}}, "ep1.pt")

@@ -115,8 +115,9 @@ def plan_conversion(
     """Plan a conversion; see ``convert_checkpoint`` for the arguments.
 
     Raises:
-        CheckpointError: the checkpoint cannot be converted; names the reason and an alternative. Reads metadata and
-    values that are not tensors; writes nothing; does not communicate.
+        CheckpointError: the checkpoint cannot be converted; names the reason and an alternative.
+
+    Reads metadata and values that are not tensors; writes nothing; does not communicate.
     """
     written = check_options(to, files, dtype)
     inventory = _with_names(inventory, model)

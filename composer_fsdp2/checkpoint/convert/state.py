@@ -135,9 +135,7 @@ def _with_slots(
     dtype: torch.dtype | None = None,
     shared: dict[Hashable, Slot] | None = None,
 ) -> Any:
-    """Replace the ``TensorRecord``s in a value by slots. With ``shared``, records of the same bytes share a slot (tied
-    weights).
-    """
+    """Replace the ``TensorRecord``s in a value by slots. With ``shared``, tied weights share a slot."""
 
     def leaf(part: Any, path: EntryPath) -> Any:
         if not isinstance(part, TensorRecord):
@@ -248,10 +246,12 @@ def _shape(contents: OptimizerContents, position: int) -> Shape | None:
 
 
 def _only_matching(shapes: Sequence[Shape | None], candidates: Sequence[Shape]) -> list[int] | str:
-    """Match shapes to candidates in order. Return the candidates' indices, or a message if there is no or no unique
-    match.
+    """Match shapes to candidates in order.
 
     The match is unique if matching each shape to its first possible candidate and to its last gives the same result.
+
+    Returns:
+        The indices of the candidates; or a message that there is no match, or more than one.
     """
     first = _earliest(shapes, candidates)
     if first is None:

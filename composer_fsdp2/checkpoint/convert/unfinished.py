@@ -32,9 +32,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def writing(path: Path, staging: Path | None = None) -> Iterator[None]:
-    """Within the block, convert an ``OSError`` to a CheckpointError that names the destination and the unfinished
-    folder.
-    """
+    """Within the block, convert an ``OSError`` to a CheckpointError with the destination and the unfinished folder."""
     try:
         yield
     except OSError as error:

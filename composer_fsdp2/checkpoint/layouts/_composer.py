@@ -138,7 +138,7 @@ def inventory_of(root: Any, path: Path, layout: str) -> CheckpointInventory:
 
 
 def _writer(inventory: CheckpointInventory) -> Writer:
-    """Infer the writer from the optimizer: keyed by position without FSDP, by FQN with FSDP1 and FSDP2."""
+    """Infer the writer from the optimizer's keys: positions if it was not sharded, FQNs for FSDP (gathered) or DDP."""
     writer = writer_of(inventory.tree(("state", "metadata")), None)
     keyed_by = {optimizer.keyed_by for optimizer in inventory.optimizers if optimizer.state}
     if "id" in keyed_by or (keyed_by and writer.world_size == 1):

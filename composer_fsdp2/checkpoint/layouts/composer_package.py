@@ -1,5 +1,4 @@
-"""The folder that Composer's newer ``composer.checkpoint`` package writes (0.23.5 and later): one part of the state
-each.
+"""The folder of Composer's newer ``composer.checkpoint`` package (0.23.5 and later), with the state in several files.
 
 ``model/`` and ``optim/`` contain one ``.pt`` or a DCP folder, ``resumption.pkl`` the other entries, and
 ``composer_metadata.json`` the writer's versions. Its state dicts are not nested under ``state``; the inventory nests

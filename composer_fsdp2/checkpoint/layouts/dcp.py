@@ -153,9 +153,7 @@ class _Directory:
                 self.problems.append(f"{self.where}: lists two locations for {name} at {box}")
 
     def prefix_of_model(self) -> EntryPath:
-        """The path in Composer's state dict of a model's state dict that was saved without Composer; () for other
-        folders.
-        """
+        """The path of a bare model state dict in Composer's; () if the folder is not one."""
         if not self.paths:
             return ()
         if {path[:1] for path in self.paths.values()} == {("model",)}:  # accelerate's pytorch_model_fsdp_0

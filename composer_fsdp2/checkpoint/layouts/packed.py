@@ -217,9 +217,7 @@ def _content(path: Path) -> Iterator[io.BufferedReader]:
 
 
 class _Command:
-    """The output of ``zstd -dc`` or a similar command as a file. A failure of the command raises at the end of the
-    output.
-    """
+    """The output of ``zstd -dc`` or a similar command as a file. Raises at the end if the command failed."""
 
     def __init__(self, command: str, file: IO[bytes], path: Path) -> None:
         if shutil.which(command) is None:

@@ -173,7 +173,11 @@ def _is_sharded(value: Any) -> bool:
 
 
 def _shards(value: InertObject, archive: Archive, name: str) -> _Shards:
-    """Read the state of a ShardedTensor: (local shards, metadata, process group, sharding spec, remote references)."""
+    """Read a ShardedTensor.
+
+    Args:
+        value: Its pickled state: (local shards, metadata, process group, sharding spec, remote references).
+    """
     local, metadata, group, *_ = value.state
     shape = tuple(metadata.field("size"))
     dtype = metadata.field("tensor_properties").state[0]
@@ -194,7 +198,7 @@ def _shards(value: InertObject, archive: Archive, name: str) -> _Shards:
 
 
 def _all_files(one: _RankFile) -> list[Path]:
-    """The files of all ranks, from one of them. Raises CheckpointError if one is missing."""
+    """The paths of all ranks' files, from one of them. Raises CheckpointError if its name has no rank."""
     found = _RANK.fullmatch(one.path.name)
     if found is None:
         raise CheckpointError(

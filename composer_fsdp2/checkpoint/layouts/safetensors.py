@@ -179,8 +179,7 @@ def _blob(record: TensorRecord) -> Blob:
 
 
 def _lay_out(request: WriteRequest) -> Output:
-    """Compute a folder that ``from_pretrained`` reads, with the weights under Hugging Face's names. Drops all other
-    entries.
+    """Compute a folder that ``from_pretrained`` reads: weights under Hugging Face's names. Drops all other entries.
 
     A tensor is never split, so the number of shards may be below the requested number of files.
 

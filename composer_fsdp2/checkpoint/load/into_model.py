@@ -202,8 +202,9 @@ def other_entries(
     Args:
         wanted: Called with each root (``('state', 'timestamp')``, ``('rng',)``); entries below others are not read.
     Raises:
-        CheckpointError: an entry is damaged, or contains more than plain data and is not trusted. Does not communicate;
-    every rank reads all of these entries.
+        CheckpointError: an entry is damaged, or contains more than plain data and is not trusted.
+
+    Does not communicate; every rank reads all of these entries.
     """
     entries: dict[str, Any] = {"state": {}}
     paths = (*inventory.objects, *inventory.tensors)

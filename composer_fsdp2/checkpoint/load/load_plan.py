@@ -270,9 +270,7 @@ class _ModelMatching:
         self.tensors.append(PlannedTensor(target=tensor, record=record, duplicates=duplicates))
 
     def _check_ties(self, names: list[str]) -> tuple[TensorRecord, ...]:
-        """Check that the file's entries of a parameter that the model shares are equal. The file may have one or
-        several.
-        """
+        """Check that the file's entries of a shared parameter are equal. It may have one for each name, or fewer."""
         duplicates = []
         for name in names[1:]:
             copy = self.file[name]

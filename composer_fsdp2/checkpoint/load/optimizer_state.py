@@ -1,4 +1,4 @@
-"""Match an optimizer's state in a checkpoint to parameters: by name, or by position if the model confirms the order.
+"""Match an optimizer's state in a checkpoint to parameters, never by their positions in the groups alone.
 
 To find out which state an optimizer would create for a parameter, a copy of it executes a step.
 """
@@ -155,7 +155,9 @@ def plan_optimizer(
         rename: Maps a name in the file to the model's.
         ignored: The model's names of parameters whose state was removed from the inventory.
     Raises:
-        CheckpointError: param_groups are damaged. Does not communicate; every rank gets the same result.
+        CheckpointError: param_groups are damaged.
+
+    Does not communicate; every rank gets the same result.
     """
     matching = _Matching(inventory, contents, optimizer, target, rename, ignored)
     matching.match_states()
@@ -348,9 +350,7 @@ class _Matching:
     def check_joined(
         self, number: int, first: tuple[int, Mapping[str, Any]], second: tuple[int, Mapping[str, Any]]
     ) -> None:
-        """Record a difference if the file's groups that one group of the optimizer combines have unequal
-        hyperparameters.
-        """
+        """Record a difference if a group of the optimizer combines groups of the file with unequal hyperparameters."""
         if unlike := _unlike(first[1], second[1]):
             self.differ(
                 DifferenceKind.GROUPS,

@@ -95,7 +95,7 @@ class _Staged:
         return local_tensor(self.value)
 
     def allocate(self, *, is_staged: bool) -> None:
-        """Create ``value`` and, if the part is staged, ``data``. Both share memory if ``value`` is new and in host
+        """Create ``value`` and, if the part is staged, ``data``: the same memory, if ``value`` is new and in host
         memory.
         """
         is_new = self.value is None
@@ -120,8 +120,9 @@ class Staging:
     optimizer is broadcast before, into separate memory on every rank.
 
     Args:
-        strict: Whether an entry that the model's own loading code rejects or ignores is an error. Created on all ranks;
-    gathers which of them run such code.
+        strict: Whether an entry that the model's own loading code rejects or ignores is an error.
+
+    Created on all ranks; gathers which of them run such code.
     """
 
     def __init__(self, plan: LoadPlan, *, strict: bool = True) -> None:
@@ -311,8 +312,7 @@ class Staging:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Copy the staged tensors into the model and the optimizer. Called on all ranks; broadcasts replicas piece by
-        piece.
+        """Copy the staged tensors into model and optimizer. Called on all ranks; broadcasts replicas piece by piece.
 
         The optimizer's own code may raise on one rank. It runs after all broadcasts.
         """

@@ -79,9 +79,7 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> S
 
 @Function
 def _parameter(data: Any, requires_grad: Any = True, *rest: Any) -> Any:
-    """Replaces torch._utils._rebuild_parameter: returns the tensor, so an nn.Parameter in a callback's state is a
-    Tensor.
-    """
+    """Replaces torch._utils._rebuild_parameter. Returns the tensor: a callback's nn.Parameter is read as a Tensor."""
     return data
 
 

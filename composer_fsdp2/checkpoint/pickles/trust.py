@@ -208,9 +208,7 @@ class Finisher:
         return numbers
 
     def _finish_hashed(self, parts: Iterable[Any]) -> None:
-        """Check the keys of a dict and the members of a set. They cannot be replaced, so a stand-in among them is
-        rejected.
-        """
+        """Check the keys of a dict and the members of a set. Raises for a stand-in, which could not be replaced."""
         for part in parts:
             if type(part) not in _LEAVES and self.finish(part) is not part:
                 raise UnsupportedPickleError("holds a NumPy value, a range or a class as a key, which is not supported")
@@ -274,9 +272,7 @@ class _Names:
         raise pickle.UnpicklingError(full)
 
     def _member(self, owner: Any, name: Any) -> Any:
-        """Replaces builtins.getattr, by which protocol 2 pickles a member of an enum, a name, and a class within a
-        class.
-        """
+        """Replaces builtins.getattr, by which protocol 2 pickles members of enums, names, and nested classes."""
         if not (isinstance(owner, type) and issubclass(owner, InertObject)) or not isinstance(name, str):
             raise pickle.UnpicklingError(f"getattr(..., {short(name)})")
         if f"{owner.kind}.{name}" in self.inert:
@@ -284,8 +280,7 @@ class _Names:
         return GlobalName(str(owner.kind), name)
 
     def _load_from_bytes(self, payload: Any) -> Storage:
-        """Replaces torch.storage._load_from_bytes: a storage within a plain pickle, in the format of torch.save until
-        1.6.
+        """Replaces torch.storage._load_from_bytes: a storage within a plain pickle, as torch.save wrote it until 1.6.
 
         The format is pickles of a magic number, a version, the writer's integer sizes, the storage and the keys; then
         the number of elements and the elements.
@@ -325,8 +320,9 @@ class _Unpickler(pickle.Unpickler):
         return self._names.find(module, name)
 
     def persistent_load(self, saved_id: Any) -> Storage:
-        """('storage', class, key, location, numel), as torch.save writes it. Until 1.6 a view followed, which is unused
-        since.
+        """Create a ``Storage`` for ('storage', class, key, location, numel), as torch.save writes it.
+
+        torch until 1.6 appended a view, which must be None.
         """
         if isinstance(saved_id, tuple) and len(saved_id) == 6 and saved_id[5] is None:
             saved_id = saved_id[:5]

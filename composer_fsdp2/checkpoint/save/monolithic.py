@@ -45,8 +45,7 @@ _SYNC_BYTES = 1 << 30
 
 
 class FirstError:
-    """The first error of this rank. It is stored until all ranks gather their errors, because the others continue
-    meanwhile.
+    """The first error of this rank, stored until all ranks gather their errors. Until then all ranks continue.
 
     Attributes:
         text: The text of the error; None if there was none.

@@ -93,9 +93,7 @@ class Comparison:
         return pair
 
     def _leaves(self, inventory: CheckpointInventory) -> dict[_Key, Any]:
-        """All leaves. Tensors are TensorRecords; indices of lists and positions of parameters are text, as in DCP's
-        keys.
-        """
+        """All leaves. Tensors are TensorRecords. List indices and parameter positions are text, as in DCP's keys."""
         found: dict[_Key, Any] = {}
 
         def add(key: _Key, value: Any) -> None:

@@ -193,7 +193,7 @@ def _fault(kind: FaultKind, file: Path, name: str, expected: str, found: str) ->
 
 
 def _content(records: list[tuple[Blob, str]], advance: Callable[[int], None]) -> list[Fault]:
-    """Compare every record with its CRC32, and yield a fault for each that differs."""
+    """Compare every record with its CRC32. Return a fault for each that differs."""
     in_order = sorted(records, key=lambda record: (str(record[0].path), record[0].offset))
     faults = []
     threads = ThreadPoolExecutor(_NUM_THREADS)
