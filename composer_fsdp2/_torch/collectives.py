@@ -120,7 +120,7 @@ def announce(kind: str) -> None:
     """Call the watches of collectives between units. Called on all ranks, before each such collective.
 
     Args:
-        kind: As in ``PendingCollective``.
+        kind: As in ``PendingCollective``, or the name of a function of ``torch.distributed``.
     """
     for listed in tuple(_between_units):
         if (watch := listed()) is not None:
@@ -142,7 +142,7 @@ def launch(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
 
 
 def all_gather_single(output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Call ``dist.all_gather_into_tensor``, which torch 2.13 renames to ``all_gather_single`` (the old name warns)."""
+    """Call ``dist.all_gather_into_tensor``. torch 2.13 deprecates it in favour of ``all_gather_single``."""
     launch = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     launch(output, part, group)
 

@@ -80,10 +80,10 @@ def _sum_then_divide() -> None:
 
 
 def _cpu_events_are_missed() -> bool:
-    """Whether ``fully_shard`` would fail on a 2-D CPU mesh for want of an event.
+    """Whether ``fully_shard`` would raise on a 2-D CPU mesh because CPU streams do not record events.
 
-    ``torch.cpu.Stream.record_event`` returns None, and ``AllReduceState`` has an ``event`` that may not be None. In
-    other torch versions it may be None.
+    ``torch.cpu.Stream.record_event`` returns None, which the field ``event`` of ``AllReduceState`` does not accept. In
+    other torch versions it does.
     """
     accepts_none = "None" in str(_fsdp_param_group.AllReduceState.__annotations__["event"])
     stream: Any = torch.cpu.Stream()

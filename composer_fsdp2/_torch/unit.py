@@ -297,7 +297,7 @@ class UnitState(State):
     """
 
     own_policy: MixedPrecisionPolicy
-    _autocast_cached: bool | None = None  # the setting before the forward of which this is the outermost unit
+    _autocast_cached: bool | None = None  # the setting before a forward of this unit as the outermost
     _awaits_backward = False  # a forward has ended whose backward may leave gradients in unsharded parameters
 
     def _root_pre_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -463,7 +463,7 @@ class UnitGroup(Group):
             self._registered_versions = self._versions()
 
     def _versions(self) -> int:
-        """A counter of the writes to the unit's shards. Equal on all ranks.
+        """A number that increases with each write to the unit's shards. Equal on all ranks.
 
         DTensor operators and operators on the local tensor increment their version counters. ``foreach`` and fused
         operators, which optimizers use, increment neither, so optimizer steps are counted separately.

@@ -156,7 +156,7 @@ def without_ties(weights: Mapping[str, Slot], config: Mapping[str, Any] | None) 
     kept: dict[str, Slot] = {}
     left_out: list[str] = []
     known = SameBytes[str]()
-    # Output embeddings last: what a model is tied to comes under its own name.
+    # Output embeddings last, so that a tied weight keeps the name of the input embedding.
     for name in sorted(weights, key=_is_output):
         slot = weights[name]
         record = slot.source

@@ -127,7 +127,7 @@ class Reader:
             self._read_bytes(blob, first * itemsize, bytes_of(out))
         elif span * itemsize <= _GAP_BYTES or (span == out.numel() and out.dim() <= 1):
             self._read_with_gaps(blob, first, span, steps, out)
-        elif out.dim() == 1:  # far apart, or many: piece by piece
+        elif out.dim() == 1:  # large gaps, or many elements: piece by piece
             size = max(1, _GAP_BYTES // itemsize // steps[0])
             for at in range(0, out.shape[0], size):
                 self._read_strided(blob, first + at * steps[0], steps, out[at : at + size])

@@ -105,7 +105,7 @@ def _slices(blob: Blob, start: int, end: int) -> Iterator[bytes]:
 # ---------------------------------------------------------------------------------------------------------------------
 # CRC32s of parts. The CRC of A followed by B is ``shifted(crc(A), len(B)) ^ crc(B)``: appending B multiplies A's
 # remainder by x^(8 len(B)) modulo the CRC's polynomial (Mark Adler, zlib's ``crc32_combine``). So each part adds one
-# number, whatever the order.
+# number, in any order.
 
 _POLYNOMIAL = 0xEDB88320  # CRC-32 of zip and zlib, bits reflected: bit 31 is x^0
 _ONE = 1 << 31

@@ -118,12 +118,11 @@ _MAX_EMPTY = 1024  # in one list: a hostile position would take unlimited memory
 def as_tree(found: Mapping[EntryPath, Any], path: EntryPath = ()) -> Any:
     """Build nested dicts and lists from paths: a number in a path is an index of a list, text a key of a dict.
 
-    In ``optimizers.*.state`` a number is a key. If a leaf is a dict and there are other paths below its own, their
-    values are added to it. See [Note: flattened state]: an index without an entry was an empty dict, and a key that is
-    the text of a number was an int.
+    If a leaf is a dict and there are other paths below its own, their values are added to it. See [Note: flattened
+    state]: an index without an entry was an empty dict, and a key that is the text of an int was an int.
 
     Args:
-        path: The path of the value in the state dict.
+        path: The path of the value in the state dict. Below some paths all keys are text.
     """
     if set(found) == {()}:
         return found[()]

@@ -83,7 +83,7 @@ def judge(runs: Sequence[RunRecord], *, tolerance: float = TOLERANCE) -> tuple[t
 
 
 def relative(value: float, of: float) -> float:
-    """The absolute difference of ``value`` from ``of``, divided by that of ``of``.
+    """The absolute difference of ``value`` and ``of``, divided by the absolute value of ``of``.
 
     Infinite if the two are not equal and one is not finite. NaN equals no value, including another NaN.
     """
@@ -275,7 +275,7 @@ def _scale(first: RunRecord, fsdp2: RunRecord) -> float:
     ratios = [ours / theirs for ours, theirs in pairs if theirs and math.isfinite(ours) and math.isfinite(theirs)]
     if len(ratios) < len(pairs) or not ratios or abs(ratios[0] - 1) < 1e-3:
         return 0.0
-    # Only the first batch's are of the same weights; later ones drift apart with them.
+    # Only in the first batch the weights are equal; later norms drift with the weights.
     return ratios[0] if abs(ratios[0] / statistics.median(ratios) - 1) < 0.1 else 0.0
 
 

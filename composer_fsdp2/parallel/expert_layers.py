@@ -202,7 +202,7 @@ def _compute_torch_dmoe(
 
 
 def _compute_mlp(mlp: nn.Module, experts: Experts, rows: Rows) -> torch.Tensor:
-    # It reshapes its weights, of which a rank all-gathers only a part, by its number of experts.
+    # The MLP reshapes its weights by its number of experts, and this rank all-gathers only some of these.
     with replaced(mlp, _NUMBER, len(experts.own)):
         return torch.cat([mlp(part, number) for number, part in enumerate(rows.values.split(rows.counts))])
 

@@ -280,7 +280,7 @@ def _mask_of_all(attention: str, hidden: torch.Tensor, length: int) -> torch.Ten
 # ---------------------------------------------------------------------------------------------------------------------
 # The model
 
-# Arguments of whole rows, or without rows, that layers may get: attention uses them as they are.
+# Arguments of full sequences, or without a dimension of rows, that layers may get: attention uses them unchanged.
 _OF_WHOLE_ROWS = {
     "attention_mask", "position_ids", "cache_position", "last_cache_position", "labels", "shift_labels",
     "num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_bias", "kwargs",
@@ -372,7 +372,9 @@ def _placed(output: Any, layers: DividedLayers, has_states: bool) -> Any:
     for name in _OF_PLACES:
         if (value := output.get(name)) is not None:
             output[name] = place(value) if isinstance(value, torch.Tensor) else tuple(map(place, value))
-    if (logits := output.get("router_logits")) is not None:  # (rows x positions, experts); the loss is of whole rows
+    if (
+        logits := output.get("router_logits")
+    ) is not None:  # (rows x positions, experts); the loss is of full sequences
         num_rows = len(output[0])
         output["router_logits"] = tuple(
             layers.whole(each.unflatten(0, (num_rows, -1))).flatten(0, 1) for each in logits

@@ -153,7 +153,7 @@ class _IdleExperts:
             f"idle_experts: in_order runs each expert of {block} once in a forward, in the order of registration"
         )
         self._were_units = [isinstance(expert, FSDPModule) for expert in self._experts]
-        # For each unit beside: whether it runs after the experts, once known.
+        # For each other unit of the block: whether it runs after the experts; None if that is not known yet.
         self._is_after: dict[str, bool | None] = dict.fromkeys(beside)
         self._is_any_chosen = False  # in this forward, by a token of any rank
         self._passed: list[str] = []  # other units that ran before any expert in this forward

@@ -300,7 +300,7 @@ class _Example:
         """
 
         def of(tensor: torch.Tensor) -> torch.Tensor:
-            # One zero in memory, whatever the shape.
+            # One zero in memory for any shape.
             return tensor.new_zeros(()).expand(tensor.shape) if tensor.is_floating_point() else tensor.detach().clone()
 
         num_elements = sum(each.numel() for each in tensors_in((args, kwargs)))

@@ -53,7 +53,7 @@ def decide_sharding(
         model: Any module tree that is not sharded (``refuse_sharded``); parameters may be on the meta device.
         config: The configuration of the whole model.
         choices: The choices of the model's hooks, or of the policy in ``config``.
-        split: The modules that are TP-sharded before they are sharded.
+        split: The TP-sharded modules.
         placements: The placements of their parameters along the tensor axis.
     Raises:
         PlanError: a parameter cannot be sharded, no parameter is left to shard, or ``freeze`` matches no parameter or

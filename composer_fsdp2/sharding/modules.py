@@ -32,7 +32,7 @@ def outside_compilation(modules: Mapping[str, nn.Module], path: str) -> tuple[st
 
 
 def at_path(model: nn.Module, path: str) -> nn.Module:
-    """The module registered at ``path``. Checkpoint wrappers on the path are skipped, except at its end."""
+    """The module registered at ``path``. Checkpoint wrappers above it are skipped; its own wrapper is returned."""
     module = model
     for name in path.split(".") if path else []:
         module = getattr(module, name)  # wrappers forward missing attributes to their module

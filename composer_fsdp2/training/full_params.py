@@ -275,7 +275,7 @@ class _FullParameter:
         self.parameter, self.name, self.options = parameter, name, options
         self.shard = cast(DTensor, parameter.sharded)
         self.local = self.shard.to_local().detach()
-        # the shard's values from before, once a forward needed values that are not to be kept
+        # the shard's previous values, if a forward needed values that do not persist
         self.before: torch.Tensor | None = None
         self.full: nn.Parameter | None = None
         full, full_grad = _gather(self.shard, options), None if grad is None else _gather(grad, options)

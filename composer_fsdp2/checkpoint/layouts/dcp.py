@@ -51,7 +51,7 @@ from composer_fsdp2.errors import CheckpointError
 
 _NAME = "DCP directory"
 METADATA = ".metadata"
-# Our own entry: the paths of empty dicts, which torch's flattening forgets.
+# Our own entry: the paths of empty dicts, which torch's flattening drops.
 _EMPTY_DICTS: EntryPath = ("composer_fsdp2", "empty_dicts")
 
 _OLD = "torch.distributed._shard.sharded_tensor.metadata"
@@ -113,9 +113,9 @@ def read(folder: Folder, trust: bool, *, prefix: EntryPath = ()) -> CheckpointIn
     metadata = read_pickle(
         data,
         where=str(path / METADATA),
-        trust=False,  # nothing but torch's own classes has any business there
+        trust=False,  # only torch's own classes are expected
         inert=_METADATA_NAMES,
-        # Of a remote one nothing else is here yet: 300 bytes of objects for each byte that describes them.
+        # The files of a remote folder are not local yet: allow 300 bytes of objects for each byte of metadata.
         disk_bytes=2400 * len(data) if folder.fetch else sum(file.stat().st_size for file in path.iterdir()),
     )
     with damage_in(path / METADATA, "what torch.distributed.checkpoint writes"):
@@ -181,7 +181,7 @@ class _Directory:
             self.problems.append(str(error))
             return None
         if self.folder.fetch is not None:
-            return sys.maxsize  # it is checked once it is there
+            return sys.maxsize  # checked after the download
         if file.is_file():
             return file.stat().st_size
         self.problems.append(f"{file}: missing; {METADATA} names it")

@@ -75,7 +75,7 @@ def unpacked(path: Path, folder: Path) -> Path:
         try:
             with replacing(target) as partial, open(partial, "wb") as out:
                 shutil.copyfileobj(source, out, _SLICE_BYTES)
-                for _ in states:  # to the end: what else is there?
+                for _ in states:  # read to the end: a second one is an error
                     raise CheckpointError(f"{path}: holds {STATES} twice")
                 sync(out)
         except OSError as error:

@@ -208,7 +208,7 @@ def other_entries(
     """
     entries: dict[str, Any] = {"state": {}}
     paths = (*inventory.objects, *inventory.tensors)
-    # Attributes of ``state`` and entries beside it, in the file's order.
+    # Attributes of ``state`` and other top-level entries, in the file's order.
     roots = dict.fromkeys(path[:2] if path[0] == "state" else path[:1] for path in paths)
     with Reader() as reader:
         for root in roots:

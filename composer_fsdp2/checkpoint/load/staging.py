@@ -60,7 +60,7 @@ def broadcast_replicas(local: torch.Tensor, box: LocalBox, owner: int) -> None:
         owner, coordinate = divmod(owner, group.size())
         coordinates.insert(0, coordinate)
     for position, group in enumerate(groups):
-        # First along the first axis, among the ranks beside the owner; then each of them along the next.
+        # First along the first axis, from the owner; then each of these ranks along the next axis.
         later = zip(groups[position + 1 :], coordinates[position + 1 :], strict=True)
         if local.numel() and all(other.rank() == coordinate for other, coordinate in later):
             source = dist.get_global_rank(group, coordinates[position])
@@ -357,7 +357,7 @@ class Staging:
             for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
         }
         assert self.plan.optimizer is not None
-        # What the file does not have stays.
+        # Values that the file does not have are unchanged.
         stays = number_of.keys() - self.plan.optimizer.without_state
         state = {parameter: dict(own) for parameter, own in optimizer.state.items() if parameter in stays}
         dtypes = {

@@ -27,7 +27,7 @@ from composer_fsdp2.checkpoint.pickles.stand_ins import (
 )
 
 _MAX_DIMS = 64  # NumPy's limit
-_OBJECTS_OF_A_CALL = 64  # beside its arguments, which it copies: a short pickle may have it do so again and again
+_OBJECTS_OF_A_CALL = 64  # besides its arguments, which it copies: a short pickle may call it repeatedly
 _SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset, collections.deque)
 
 # Of the pickle that is being read.
@@ -214,7 +214,7 @@ class _Text(str, metaclass=FixedClass):
 
 
 class Range(InertObject):
-    """A range before ``Finisher`` creates it. Unlike a range, a pickle cannot expand it into a list."""
+    """A placeholder for a range, until ``Finisher`` creates it. A pickle could copy a real range into a long list."""
 
     kind = GlobalName("builtins", "range")
 

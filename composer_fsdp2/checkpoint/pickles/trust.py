@@ -59,7 +59,7 @@ _OBJECT_BYTES = {
     b"N": 8, b"\x88": 8, b"\x89": 8, b")": 8, b"(": 8, b"2": 8,
 }  # fmt: skip
 _MAX_NUMBER_BYTES = 1024  # Python writes no number of more than 4,300 digits
-_TEXT_BYTES = 192  # a text, bytes or number with a length, beside its content; and a turn of the loop below
+_TEXT_BYTES = 192  # a text, bytes or number with a length, without its content; and an iteration of the loop below
 
 # Opcodes by what follows them (pickletools): nothing or a fixed number of bytes; a length; lines of text.
 _FIXED = re.compile(
