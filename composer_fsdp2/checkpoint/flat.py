@@ -74,7 +74,7 @@ def unflattened(inventory: CheckpointInventory, model: nn.Module) -> CheckpointI
             if record.numel != (total := sum(math.prod(part.shape) for part in parts)):
                 raise CheckpointError(_differs(inventory, flat_name, record.numel, total))
             own = [_cut(record, part) for part in parts]
-        else:  # a step count: one for all of the vector
+        else:  # a step count of the whole vector
             own = [record] * len(parts)
         for part, part_record in zip(parts, own, strict=True):
             if is_model:
@@ -151,7 +151,7 @@ def _layout(model: nn.Module, units: dict[str, str], inventory: CheckpointInvent
     layout: _Layout = {}
     for path in units:
         start, parts = 0, list[_Slice]()
-        taken: set[nn.Parameter] = set()  # by this unit; FSDP1 flattened a shared one into each of its units
+        taken: set[nn.Parameter] = set()  # in this unit; FSDP1 flattened a shared parameter into each unit
         for name, parameter in _parameters(modules[path], path, nested):
             if parameter not in taken:
                 taken.add(parameter)

@@ -23,7 +23,7 @@ from composer_fsdp2.sharding.dtypes import dtype_name
 _CONFIG = "config.json"
 _BESIDE = (".json", ".txt", ".model", ".jinja")  # of config and tokenizer
 
-# Where models put the matrix that is tied to the embedding; from_pretrained ties it again.
+# Names of the matrix that is tied to the embedding. from_pretrained ties it again.
 _OUTPUT_EMBEDDINGS = ("lm_head.weight", "lm_head.decoder.weight", "embed_out.weight", "predictions.decoder.weight")
 
 

@@ -49,7 +49,9 @@ def _check_content(located: Located) -> None:
 
 
 def _fit(inventory: CheckpointInventory, model: nn.Module) -> ModelFit:
-    from composer_fsdp2.checkpoint.load.load_plan import plan_load  # for a model only: the command starts without it
+    from composer_fsdp2.checkpoint.load.load_plan import (
+        plan_load,
+    )  # imported only with a model, to keep the start of the command fast
 
     try:
         plan = plan_load(inventory, model)

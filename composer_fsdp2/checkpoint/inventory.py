@@ -28,7 +28,7 @@ OPTIMIZERS: EntryPath = ("state", "optimizers")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Where the bytes of a tensor are
+# Sources of a tensor's bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,13 @@
 
 import re
 
-# What FSDP1 calls a flat parameter, behind the wrapped module's path.
+# FSDP1's name of a flat parameter, after the wrapped module's path.
 FLAT_PARAMETER = "_flat_param"
 
-# What FSDP1, activation checkpointing and torch.compile put into a module's path.
+# The names that FSDP1, activation checkpointing and torch.compile insert into a module's path.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_fpw_module|_orig_mod)\.")
 
-# What wrappers of a whole model put before all names: nothing, Composer's HuggingFaceModel, DDP, and DDP around it.
+# The prefixes of models: none, of Composer's HuggingFaceModel, of DDP, and of DDP around HuggingFaceModel.
 MODEL_PREFIX = "model."
 PREFIXES = ("", MODEL_PREFIX, "module.", f"module.{MODEL_PREFIX}")
 

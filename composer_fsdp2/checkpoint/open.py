@@ -93,7 +93,7 @@ def find(path: str | Path) -> Located:
         )
     except CheckpointError:
         raise
-    except (OSError, ValueError) as error:  # no permission, a name too long or with a NUL, a device
+    except (OSError, ValueError) as error:  # no permission, a name that is too long or contains a NUL, a device
         raise NotACheckpointError(f"{path}: {error}") from error
 
 
@@ -264,7 +264,7 @@ def _latest(folder: Path) -> Located | None:
     """The target of a pointer to the latest checkpoint; None if there is no pointer."""
     for pointer in sorted(folder.glob("latest*")):
         if not _LATER_RANK.search(pointer.name) and _follow(pointer) != pointer:
-            # In a folder that it leads to no pointer is followed: it could lead back.
+            # In the target folder no pointer is followed, because it could lead back.
             return _located(pointer, in_folder=lambda found: _newest(found) or _only(found))
     return None
 

@@ -22,7 +22,7 @@ from composer_fsdp2.errors import CheckpointError
 
 # One read: large enough for the disk, small enough that its CRC is computed in the CPU's cache.
 SLICE_BYTES = 4 << 20
-# A strided tensor is read with its gaps, if that is less than this; else run by run.
+# A strided tensor is read including its gaps if that is less than this; otherwise range by range.
 _GAP_BYTES = 1 << 20
 _MAX_OPEN_FILES = 32
 
@@ -107,7 +107,7 @@ class Reader:
 
     def _read_flat(self, record: TensorRecord, flat: FlatRange, box: Box, out: torch.Tensor) -> None:
         for start, view in _runs(record.shape, box, out):
-            run = view.reshape(-1)  # mostly a view: runs of a contiguous tensor are contiguous
+            run = view.reshape(-1)  # mostly a view: ranges of a contiguous tensor are contiguous
             self.read(flat.flat, Box((flat.start + start,), (run.numel(),)), run)
             if run.data_ptr() != view.data_ptr():
                 view.copy_(run.view_as(view))
@@ -139,7 +139,7 @@ class Reader:
         """Read a small range of the file, including the elements between the requested ones."""
         self.is_in_order = False
         itemsize = out.element_size()
-        # Ranks with column shards read overlapping ranges, which add up to no CRC32: so all of a small record.
+        # Ranks with column shards read overlapping ranges, whose CRC32s cannot be summed: read all of a small record.
         is_small = blob.num_bytes <= _GAP_BYTES and blob.num_bytes % itemsize == 0
         start, numel = (0, blob.num_bytes // itemsize) if is_small else (first, span)
         buffer = torch.empty(numel, dtype=out.dtype)

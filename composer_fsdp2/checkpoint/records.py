@@ -11,7 +11,7 @@ from composer_fsdp2.checkpoint.archive.disk import opened
 from composer_fsdp2.checkpoint.archive.torch_archive import Blob
 from composer_fsdp2.errors import CheckpointError
 
-# Bytes of a record from its start, from one to before another, and their CRC32 where they were read.
+# (first byte, end, CRC32 when it was read) of a range of a record.
 Range: TypeAlias = tuple[int, int, int]
 
 

@@ -26,7 +26,7 @@ class SameBytes(Generic[T]):
     def __init__(self) -> None:
         self._items: list[T] = []
         self._by_storage: dict[Hashable, int] = {}
-        # By form, which must be equal before a content is looked at: that may have to be read.
+        # By form: contents, which may have to be read, are compared only if the forms are equal.
         self._unread: dict[Hashable, list[tuple[int, TensorRecord]]] = {}
         self._by_content: dict[Hashable, dict[Hashable, int]] = {}
 
@@ -93,7 +93,7 @@ def _record_fingerprint(chunk: Chunk, dtype: torch.dtype) -> tuple[object, ...] 
     source = chunk.source
     assert isinstance(source, Strided | NestedArchive)
     if isinstance(source, NestedArchive) and source.folder.fetch is not None:
-        return None  # it may be here and not on another machine, whose ranks must come to the same result
+        return None  # it may be missing on another machine, whose ranks must get the same result
     is_all_of_record = source.locate(chunk, dtype).blob.num_bytes == chunk.numel * dtype.itemsize
     return _fingerprint(chunk, dtype) if is_all_of_record else None
 

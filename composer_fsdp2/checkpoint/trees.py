@@ -14,7 +14,7 @@ def dotted(path: EntryPath) -> str:
     return ".".join(map(str, path))
 
 
-# A container's parts with their keys or numbers; None for a leaf.
+# The children of a container with their keys or indices; None for a leaf.
 Parts: TypeAlias = Iterable[tuple[str | int, Any]] | None
 
 
@@ -79,7 +79,7 @@ def fitted(found: Any, live: Any) -> Any:
     file's. Entries of ``live`` without a counterpart in ``found`` are dropped, unless they have no leaves.
     """
     if isinstance(live, list) and isinstance(found, dict):
-        if found == {}:  # as_tree's placeholder for a position without leaves
+        if found == {}:  # as_tree's placeholder for an index without leaves
             found = [{} for part in live if isinstance(part, Mapping | list)] or found
         elif all(isinstance(key, int) and 0 <= key < len(live) for key in found):
             found = [found.get(number, {}) for number in range(max(found) + 1)]
@@ -107,12 +107,12 @@ def is_leafless(value: Any) -> bool:
     return isinstance(value, Mapping) and all(map(is_leafless, value.values()))
 
 
-# Texts of Hugging Face's JSON files and of the machine; their keys are text in any case.
+# Hugging Face's JSON files and the machine's description, in which all keys are text.
 _TEXT_KEYS: tuple[EntryPath, ...] = (("state", "integrations"), ("state", "metadata"))
 # MultiStepLR's, also within SequentialLR and ChainedScheduler, which call a Counter's methods.
 _SCHEDULERS: EntryPath = ("state", "schedulers")
 _COUNTERS = ("milestones",)
-_MAX_EMPTY = 1024  # in one list: a hostile position would take unlimited memory; beyond, a dict by position
+_MAX_EMPTY = 1024  # in one list, because a hostile index could take unlimited memory; beyond it, a dict by index
 
 
 def as_tree(found: Mapping[EntryPath, Any], path: EntryPath = ()) -> Any:

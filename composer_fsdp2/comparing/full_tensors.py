@@ -78,7 +78,7 @@ def _names(name: str, flat: _Flat | None) -> list[str]:
     return [each for each, _ in flat.contents] if flat and flat.contents else [canonical(name)]
 
 
-_HOW_IT_RUNS = {"params", "foreach", "fused", "capturable", "differentiable"}  # not the mathematics of a step
+_HOW_IT_RUNS = {"params", "foreach", "fused", "capturable", "differentiable"}  # does not affect the result of a step
 
 
 def _numbers(group: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -129,7 +129,7 @@ def full_tensors(
             notes.append(f"{kind} of {name} is not on every rank, and was not compared")
         else:
             yield key, _on_cpu(gather_full_tensor(shard) if isinstance(shard, DTensor) else shard)
-    # The lowest rank's number: FSDP1 has no state of a parameter on ranks without rows of it.
+    # The value of the lowest rank that has one: FSDP1 has no state on ranks without elements of the parameter.
     for key, number in {key: each for of_rank in _from_all(numbers)[::-1] for key, each in of_rank.items()}.items():
         yield key, torch.tensor([number], dtype=torch.float64)
     buffers = {canonical(name): buffer for name, buffer in model.named_buffers()} if has_buffers else {}

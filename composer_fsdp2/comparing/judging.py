@@ -51,12 +51,12 @@ class Quantity(Value):
 
     @property
     def is_same(self) -> bool:
-        # Where FSDP1 is not finite in one of its runs, no distance proves anything.
+        # If a run on FSDP1 is not finite, no distance is meaningful.
         return self.distance <= self.limit < math.inf
 
     @property
     def excess(self) -> tuple[float, float]:
-        """The sort key that finds the worst quantity, which has the largest. An infinite limit is the worst."""
+        """The sort key of ``judge``, which reports the largest. An infinite limit has the largest."""
         if self.limit == math.inf:
             return (math.inf, math.inf)
         beyond = self.distance / self.limit if self.limit else math.inf
@@ -131,7 +131,7 @@ def _judged(name: str, runs: Sequence[RunRecord], tolerance: float) -> list[Quan
             largest = max(largest, each.distance) if name in (LOSSES, NORMS) else each.distance
             floors[each.place] = max(floors.get(each.place, 0.0), largest)
     found = measure(first, fsdp2)
-    # Where only the runs on FSDP1 differ without bound, FSDP2 cannot be judged.
+    # If the distance between runs on FSDP1 is infinite, FSDP2 cannot be judged.
     unbounded = floors.keys() - {each.place for each in found}
     found += [_Apart(0.0, place) for place in floors if place in unbounded and floors[place] == math.inf]
     quantities = []

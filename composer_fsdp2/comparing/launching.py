@@ -15,7 +15,7 @@ from composer_fsdp2.config.value import from_json, json_text
 from composer_fsdp2.errors import ConfigError
 
 _POLL_S = 0.1
-# For the other ranks, after one has failed or rank 0 has written the record.
+# The time for the other ranks to exit after one has failed or rank 0 has written the record.
 _GRACE_S = 10.0
 _LAST_LINES = 15
 
@@ -95,7 +95,7 @@ def _wait(
 
 @contextlib.contextmanager
 def _ranks(job: Job) -> Iterator[list[subprocess.Popen[bytes]]]:
-    # Not by Composer's launcher, which imports Composer once more for seconds, and keeps rank 0's output only.
+    # Not Composer's launcher, which imports Composer once more (seconds) and keeps only rank 0's output.
     command = [sys.executable, "-m", "composer_fsdp2.cli.compare_rank", str(job.path)]
     environment = _environment(job)
     ranks: list[subprocess.Popen[bytes]] = []
@@ -105,7 +105,7 @@ def _ranks(job: Job) -> Iterator[list[subprocess.Popen[bytes]]]:
                 process = subprocess.Popen(
                     command,
                     env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    start_new_session=True,  # the workers of its data loader end with it
+                    start_new_session=True,  # so that the workers of its data loader can be killed with it
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -121,13 +121,13 @@ def _environment(job: Job) -> Mapping[str, str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     num_ranks = str(job.options.num_ranks)
-    # One thread a rank, or they compete for the cores; tokenizers warn of forks, such as a data loader's workers.
+    # One thread per rank, because ranks compete for cores. tokenizers warns about forks, such as loader workers.
     defaults = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     if job.options.is_deterministic:
         defaults["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     own = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "NODE_RANK": "0"}
     own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-    # FSDP_VERSION would have Composer shard by its own FSDP2.
+    # FSDP_VERSION would make Composer use its own FSDP2 code.
     return {name: value for name, value in {**defaults, **os.environ, **own}.items() if name != "FSDP_VERSION"}
 
 
@@ -136,7 +136,7 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(rank.pid, number)  # also of one that has ended, whose workers may not have
+                os.killpg(rank.pid, number)  # also if the rank has exited, because its workers may still run
         deadline = time.monotonic() + _GRACE_S
         while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
             time.sleep(_POLL_S / 5)

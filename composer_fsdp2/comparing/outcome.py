@@ -15,7 +15,7 @@ from composer_fsdp2.comparing.run_record import BUFFER, PARAMETER, Prediction, R
 from composer_fsdp2.config.text import and_more, human_bytes
 from composer_fsdp2.config.value import Value, json_text, plain
 
-# Of the object in report.json; a program has to be changed for another one. SCHEMA describes it.
+# The version of the format of report.json, which SCHEMA describes. It changes if programs must be changed.
 VERSION = 2
 SCHEMA = Path(__file__).with_name("compare.schema.json")
 _WORST = 5

@@ -10,10 +10,10 @@ import torch
 from composer_fsdp2.comparing.full_tensors import Key
 from composer_fsdp2.comparing.run_record import PARAMETER, TensorDistance
 
-# [Note: rounding alone] Some gradients are zero but for rounding: that of attention's key bias, to which softmax is
-# invariant. Optimizers that divide by a gradient's own size, or take its sign, make full steps of them, in any
-# direction. Elements with gradients that far below the model's largest are counted, and not judged, as long as such
-# steps explain their difference. A gradient of exactly zero moves nothing, and is judged.
+# [Note: rounding alone] Some gradients are zero except for rounding, such as that of attention's key bias, to which
+# softmax is invariant. Optimizers that divide by the size of a gradient, or take its sign, make full steps of them, in
+# any direction. Elements whose gradients are that far below the model's largest are counted, but not judged, as long as
+# such steps explain their difference. A gradient of exactly zero causes no step, and is judged.
 _ROUNDING = 1e-6  # relative to the largest gradient: some steps of fp32
 # Optimizer state from which the size of gradients is computed.
 _SIZES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {

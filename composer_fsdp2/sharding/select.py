@@ -52,7 +52,8 @@ def select_units(
         choices: The choices of the model's hooks.
         low_precision: Whether parameters, gradients or buffers use a lower dtype. Batch norms are then separate units.
             Batch norms in a module whose settings change dtypes or ranks always are.
-        ignored_modules: Modules that are not modified, nor their descendants, nor any parameter that they share.
+        ignored_modules: Modules that are not modified. Their descendants and the parameters that they share are not
+            either.
 
     Does not communicate.
     """

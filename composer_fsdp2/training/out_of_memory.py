@@ -200,7 +200,7 @@ _TEXTS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error means that a device, of this or another rank, ran out of memory. Try a smaller microbatch."""
+    """Whether a device of this or another rank ran out of memory, in which case a smaller microbatch may fit."""
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _TEXTS)
 
 

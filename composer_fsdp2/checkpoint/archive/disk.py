@@ -42,7 +42,7 @@ def read_at(path: Path, offset: int, num_bytes: int) -> bytes:
         try:
             file.seek(offset)
             data = file.read(num_bytes)
-        except (OSError, OverflowError, ValueError) as error:  # no file system has such a place
+        except (OSError, OverflowError, ValueError) as error:  # no file has such an offset
             raise CheckpointError(f"{path}: cannot read {num_bytes} bytes at {offset} ({error})") from error
     if len(data) != num_bytes:
         raise CheckpointError(f"{path}: ends at {offset + len(data)}, needs {offset + num_bytes} bytes (truncated?)")
@@ -117,7 +117,7 @@ def sync_folder(path: Path) -> None:
         os.close(folder)
 
 
-# Names from a listing, an index or an archive, which must be files in one folder.
+# Names from a listing, an index or an archive must be files in one folder.
 
 
 def inside(folder: Path, name: object, *, named_by: object, may_link: bool = False) -> Path:

@@ -181,7 +181,7 @@ def _refuse_large_directory(window: _Window, where: str) -> None:
     if end is None:
         tail = window.last(_MAX_COMMENT_BYTES + len(tail))
         end = _directory_end(tail, tail.rfind(_END))
-    # Without one, zipfile raises.
+    # Without a directory zipfile raises.
     if end is not None:
         Budget.of(where, window.num_bytes).spend(f"a directory of {end[1]} bytes", num_bytes=_BYTES_PER_BYTE * end[1])
 

@@ -27,7 +27,7 @@ from composer_fsdp2._torch.private_names import rebuild_tensor, rebuild_untyped_
 from composer_fsdp2.checkpoint.archive.disk import write_all
 
 _ALIGNMENT = 64
-_MAX_32 = 0xFFFFFFFF  # this and more need zip64's fields
+_MAX_32 = 0xFFFFFFFF  # sizes from here on need zip64's fields
 _MAX_16 = 0xFFFF
 
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
@@ -190,7 +190,7 @@ def plan_archive(value: Any, *, slot_for: Callable[[torch.Tensor], Slot] | None 
 
     def add(name: str, num_bytes: int, content: bytes | None) -> _Record:
         nonlocal at
-        # All are in one folder; torch takes the file's name for it, or this one for a stream.
+        # All records are in one folder. torch names it after the file, or uses this name for a stream.
         records.append(_Record(f"archive/{name}".encode(), num_bytes, at, content))
         at = records[-1].end
         return records[-1]

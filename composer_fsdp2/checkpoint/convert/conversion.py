@@ -248,7 +248,7 @@ class _Conversion:
         try:
             unchecked = check_sources((part for task in copied.values() for part in task.parts), self.plan.files)
         except CheckpointError:
-            self.staging.discard()  # it has the damage in it
+            self.staging.discard()  # it contains the damaged bytes
             raise
         for number, file in enumerate(self.plan.files):
             crcs = crcs_of_writes(number, self.plan.files, self.tasks, copied)

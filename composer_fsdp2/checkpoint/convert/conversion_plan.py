@@ -201,7 +201,7 @@ def _fingerprint(inventory: CheckpointInventory, to: str, files: Sequence[Output
         digest.update(_encoded(f"{file.name} {file.num_bytes}"))
         for write in file.writes:
             digest.update(_encoded(f"{write.record.name} {write.box} {write.slot.dtype} {write.at}"))
-            digest.update(_encoded(f"{write.record.chunks} {write.record.flat}"))  # its place in the source
+            digest.update(_encoded(f"{write.record.chunks} {write.record.flat}"))  # its location in the source
         for offset, data in file.rest([0] * len(file.writes)):
             digest.update(_encoded(f"{offset}") + data)
     return digest.hexdigest()

@@ -65,7 +65,7 @@ def tasks_of(files: Sequence[OutputFile]) -> list[CopyTask]:
         for place, write in enumerate(file.writes):
             itemsize = write.slot.dtype.itemsize
             at, end = write.at, write.at + write.num_bytes
-            # In memory before or after a cast, whichever is more.
+            # The larger of the sizes before and after a cast.
             for box in write.box.pieces(max(1, CHUNK_BYTES // max(itemsize, write.record.dtype.itemsize))):
                 if num_bytes := box.numel * itemsize:
                     tasks.append(CopyTask(len(tasks), number, place, box, at, num_bytes, end - at - num_bytes))
@@ -79,7 +79,7 @@ class Copier:
     def __init__(self, files: Sequence[OutputFile]) -> None:
         self._files = files
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="copy")
-        # Those that no thread uses now. Buffers are used again and again: fresh pages cost more than the copy.
+        # Unused buffers. Buffers are reused, because new pages cost more time than the copy.
         self._readers = [(Reader(), torch.empty(CHUNK_BYTES, dtype=torch.uint8)) for _ in range(NUM_THREADS)]
 
     def __enter__(self) -> "Copier":
@@ -124,7 +124,7 @@ class Copier:
             data = bytes_of(tensor := tensor.to(write.slot.dtype))
             with open(path, "r+b") as output:
                 write_all(output, data, task.at)
-            # The same bytes as in the source, or others.
+            # Cast tensors have other bytes than the source.
             is_same = is_one_run and write.record.dtype == write.slot.dtype
             return Copied(parts[0].crc32 if is_same else zlib.crc32(data), parts)
         finally:

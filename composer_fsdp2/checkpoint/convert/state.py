@@ -159,7 +159,7 @@ def _renaming(names: Mapping[str, str], kept: Mapping[str, str], positions: Mapp
 
     def rename(key: str | int) -> str | int | None:
         name = positions.get(key, key) if isinstance(key, int) else key
-        if not isinstance(name, str):  # a pickle's keys may be anything
+        if not isinstance(name, str):  # keys in a pickle may have any type
             return name
         return kept.get(name) if name in names else canonical(name)
 

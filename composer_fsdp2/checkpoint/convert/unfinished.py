@@ -40,7 +40,7 @@ def writing(path: Path, staging: Path | None = None) -> Iterator[None]:
         raise CheckpointError(f"{path}: cannot be written: {error.strerror or error}{kept}") from error
 
 
-# In the folder: the plan's fingerprint, and the mark of the process that writes to it now.
+# Files in the folder: the plan's fingerprint, and the mark of the process that currently writes to it.
 _PLAN, _OWNER = "plan", "owner"
 
 
@@ -78,7 +78,7 @@ class Unfinished:
                     raise CheckpointError(f"{self.destination}: exists; remove it, or give another destination")
                 yield
             finally:
-                lock.unlink(missing_ok=True)  # while it is locked: a waiting process creates another
+                lock.unlink(missing_ok=True)  # while it is locked: a waiting process then creates a new one
                 for folder in new_folders:
                     with suppress(OSError):  # it is not empty
                         folder.rmdir()
@@ -129,7 +129,7 @@ class Unfinished:
             if needed > free:
                 raise CheckpointError(f"{self.destination}: needs {needed} bytes, {parent} has {free} free")
             self.files.mkdir(parents=True, exist_ok=True)
-            plan.write_text(fingerprint)  # after the folder: without it, the next run begins from nothing
+            plan.write_text(fingerprint)  # after the folder: without the plan, the next run starts again
             (self.folder / _OWNER).write_text(self._owner)
         with writing(self.destination, self.folder):
             for file in files:
@@ -169,7 +169,7 @@ class Unfinished:
             )
         if (self.folder / _OWNER).read_text() != self._owner:  # on a file system without locks
             raise CheckpointError(f"{self.destination}: another process converts to it, too; it was not written")
-        if self._copy is not None:  # before: a kill after the rename leaves only journals
+        if self._copy is not None:  # before the rename: if the process is killed after it, only journals remain
             shutil.rmtree(self._copy, ignore_errors=True)
         os.rename(self.files if files[0].name else self.path(files[0]), self.destination)
         sync_folder(self.destination.parent)

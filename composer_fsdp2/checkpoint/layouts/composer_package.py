@@ -38,7 +38,7 @@ _NAME = "composer.checkpoint folder"
 _RESUMPTION = "resumption.pkl"
 _WRITTEN_LAST = "composer_metadata.json"
 
-# Folder and file of each part, and where it belongs.
+# The folder and file of each part, and its path in the state dict.
 _PARTS: dict[tuple[str, str], EntryPath] = {
     ("model", "model.pt"): MODEL,
     ("optim", "optim.pt"): (*OPTIMIZERS, ""),

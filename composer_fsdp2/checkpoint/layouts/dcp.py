@@ -137,9 +137,9 @@ class _Directory:
         self.prefix, self.is_model = prefix or model_prefix, bool(model_prefix)
         self.storage_meta = metadata.field("storage_meta")
         self.problems: list[str] = []
-        self.beyond: dict[str, list[str]] = {}  # by file, the names of entries that do not lie in it
-        self.lost: set[str] = set()  # names with an entry that cannot be used, which is a problem already
-        self.file_sizes: dict[str, int | None] = {}  # by the path in the metadata; None for one that cannot be used
+        self.beyond: dict[str, list[str]] = {}  # by file, the names of entries that exceed its size
+        self.lost: set[str] = set()  # names with an invalid entry, for which a problem is already recorded
+        self.file_sizes: dict[str, int | None] = {}  # by the path in the metadata; None for an invalid path
         self.entries: dict[str, dict[tuple[int, ...] | None, NestedArchive]] = {}
         for index, info in metadata.field("storage_data").items():
             name, offset = index.field("fqn"), index.field("offset")
@@ -192,7 +192,7 @@ class _Directory:
         self.check_overlaps()
         for name in self.entries.keys() - self.declared.keys():
             self.problems.append(f"{self.where}: gives a location for {name} but no description")
-        for file, names in self.beyond.items():  # one line: of a truncated file these are hundreds
+        for file, names in self.beyond.items():  # one line, because a truncated file has hundreds
             self.problems.append(
                 f"{self.path / file}: has {self.file_sizes[file]} bytes (truncated, or another run's), and should hold "
                 f"{and_more(names, 3)}"
@@ -206,7 +206,7 @@ class _Directory:
                 f"{self.path}: written by torch.distributed.checkpoint, but not by Composer, whose entries lie under "
                 f"'state'; its top-level keys are {and_more(sorted(map(str, roots)), 8)}"
             )
-        # What has come already of a remote checkpoint differs between machines, and their ranks compare inventories.
+        # Machines may have downloaded different files of a remote checkpoint, but their ranks compare inventories.
         present = [self.where] if self.folder.fetch else sorted(self.path.iterdir())
         files = tuple((file, file.stat().st_size) for file in present if file.is_file())
         unnamed = [file.name for file, _ in files if holds_entries(file) and file.name not in self.file_sizes]
@@ -257,7 +257,7 @@ class _Directory:
 
     def composer_path(self, name: str) -> EntryPath:
         """The entry's path in Composer's state dict, with ``optimizers`` at its path since torch 2.3."""
-        # A name does not show which of its parts are numbers, so it is not a path if the others have one.
+        # A name does not show which of its parts are numbers. It is not parsed as a path if other entries have one.
         path: EntryPath = tuple(self.paths.get(name, ()) if self.paths else name.split("."))
         if not _is_path(path) or dotted(path) != name:
             raise CheckpointError(f"{self.where}: the path of {name} is that of another entry, or missing")
@@ -277,7 +277,7 @@ class _Directory:
             offsets, sizes = _sizes(box.field("offsets")), _sizes(box.field("sizes"))
             entry = entries.get(offsets) or (entries.get(None) if not any(offsets) else None)
             if 0 in sizes and (entry is None or shape != sizes):
-                continue  # DTensor notes the empty part of a rank beyond the last row
+                continue  # DTensor records the empty shard of a rank beyond the last row
             if entry is None:
                 missing.append(str(offsets))
                 continue
@@ -317,7 +317,7 @@ class _Directory:
         if inventory.flat:
             return "FSDP1, flat parameters"
         widest = max((len(record.chunks) for record in inventory.tensors.values()), default=1)
-        # ShardedTensor leaves no trace of empty parts; a DTensor does, but only a small tensor has any.
+        # ShardedTensor does not record empty shards. A DTensor does, but only small tensors have any.
         split = (declared for declared in self.tensors.values() if 0 not in declared.field("size"))
         has_empty = any(0 in box.field("sizes") for declared in split for box in declared.field("chunks"))
         return f"{'DTensor' if has_empty else 'ShardedTensor or DTensor'}, split into {widest}"
@@ -468,7 +468,7 @@ def _pickled_metadata(
     paths: Mapping[str, EntryPath],
 ) -> bytes:
     """The pickled ``.metadata``."""
-    # Here, not above: who reads needs none of torch.distributed.
+    # Imported here, because reading does not need torch.distributed.
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
         ChunkStorageMetadata,

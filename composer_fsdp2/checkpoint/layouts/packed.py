@@ -31,7 +31,7 @@ _MAX_RATIO = 200
 _OBJECTS_PER_MEMBER = 100
 _ENDINGS = re.compile(r"(\.pt)?(\.(tar|tgz|gz|bz2|xz|lzma|zst|lz4|lzo))+$")
 
-# By the first bytes: how to decompress it, in Python, or by the command that Composer uses too.
+# How to decompress a file, by its first bytes: in Python, or by the command that Composer uses.
 _OPENERS: dict[bytes, Callable[[IO[bytes]], Any] | str] = {
     b"\x1f\x8b": gzip.open,
     b"BZh": bz2.open,
@@ -135,7 +135,11 @@ _LONG_NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 
 
 def _states_in(tar: tarfile.TarFile, path: Path) -> Iterator[tuple[tarfile.TarInfo, IO[bytes]]]:
-    """Find the member with Composer's states. Reads the entire tar file; the error lists its members."""
+    """Yield the member with Composer's states, then read the rest of the tar file.
+
+    Raises:
+        CheckpointError: there is no such member; lists the members.
+    """
     names, num_found = [], 0
     for member in tar:
         name = posixpath.normpath(member.name)
@@ -225,14 +229,14 @@ class _Command:
                 f"{path}: needs the command {command} to decompress, which is not in the PATH; install it, or "
                 f"decompress the file elsewhere"
             )
-        # By stdin: a file name may look like an option.
+        # Passed by stdin, because a file name may look like an option.
         self._process = subprocess.Popen([command, "-dc"], stdin=file, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def __enter__(self) -> "_Command":
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._process.kill()  # where the reader went away early
+        self._process.kill()  # if the reader closed the pipe early
         self._process.communicate()
 
     def read(self, size: int = -1) -> bytes:

@@ -123,7 +123,7 @@ def _read(path: Path, trust: bool) -> CheckpointInventory:
     if is_flat:
         _refuse_original_parameters(files)
         _join_optimizer_state(tensors, files)
-    # Composer gathers all ranks' random states into each file; where it did not, each file's own make the list.
+    # Composer gathers all ranks' RNG states into each file. Otherwise the list is made of each file's own states.
     each = [file.root.get("rng") for file in files]
     if len(files) > 1 and all(isinstance(states, list) and len(states) == 1 for states in each):
         objects["rng",] = ObjectRecord.of_value("rng", [states[0] for states in each if states])

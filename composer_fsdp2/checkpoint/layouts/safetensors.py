@@ -208,7 +208,9 @@ def _with_hugging_face_names(
 ) -> tuple[HuggingFaceForm | None, dict[str, Slot], dict[str, str], list[str]]:
     """The files of the Hugging Face model, its weights under its own names, the renamed parameters, and remarks."""
     renamed = dict(request.renamed)
-    if (folder := request.inventory.hugging_face) is not None:  # only split differently: names and files stay
+    if (
+        folder := request.inventory.hugging_face
+    ) is not None:  # only split differently: names and other files are unchanged
         return form_of_folder(folder, request.dtype), weights, renamed, []
     form = hugging_face_form(request.inventory, request.dtype)
     if form is None:

@@ -15,7 +15,7 @@ from composer_fsdp2.config.text import lines_and_more
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import all_gather_object, device_of_group
 
-# What all ranks sum at once.
+# The number of bytes that one all-reduce sums.
 _ROUND_BYTES = 16 << 20
 _CRC_BITS = 32
 
@@ -149,7 +149,7 @@ def _read_again(parts: Mapping[int, _Part], numbers: set[int], checkpoint: Path)
     damaged: dict[str, str] = {}
     for number in numbers:
         readers = [rank for rank, of_rank in enumerate(gathered) if number in of_rank]
-        if readers[number % len(readers)] == dist.get_rank():  # not the same one for all
+        if readers[number % len(readers)] == dist.get_rank():  # a different rank for each record
             blob = parts[number].blob
             problem = damage_of(blob, [each for rank in readers for each in gathered[rank][number]])
             if problem is not None:

@@ -175,7 +175,7 @@ def _run_custom_load(staging: Staging) -> None:
     try:
         together(staging.run_custom_load)
     except CheckpointError:
-        staging.undo_custom_load()  # where it went well on this rank
+        staging.undo_custom_load()  # if it succeeded on this rank
         raise
 
 

@@ -29,7 +29,7 @@ class Expected:
     kind: type
 
 
-# By dtype and number of dimensions: the sizes of the parameter that was tried, and the state that it got.
+# By dtype and number of dimensions: the sizes of the probed parameter, and the state that the optimizer created.
 Probes: TypeAlias = dict[tuple[torch.dtype, int], tuple[tuple[int, ...], Mapping[str, Any]] | None]
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 
@@ -71,10 +71,12 @@ def _probe(
     stand_in.grad = torch.zeros_like(stand_in)
     probe = _bare_copy(optimizer, {**group, "params": [stand_in]})
     step = type(optimizer).step
-    step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step  # not the hooks of all steps
+    step = (
+        getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+    )  # without the hooks of optimizer steps
     try:
         step(probe)
-    except Exception:  # an optimizer that needs more than a gradient to step
+    except Exception:  # an optimizer whose step needs more than gradients
         return None
     return sizes, probe.state.get(stand_in, {})
 
@@ -253,7 +255,7 @@ class _Matching:
             if self.ignored.intersection(self.names[parameter]):
                 self.kept.append(f"the state of {name} (ignored)")
             elif key is not None and not may_be_renamed:
-                # One of the file's parameters: optimizers make state with the first gradient.
+                # A parameter in the file without state: optimizers create state at the first gradient.
                 self.without_state.append(parameter)
                 if is_missed:
                     self.kept.append(f"the state of {name} (it had no gradient in the run that saved)")
@@ -269,7 +271,7 @@ class _Matching:
         self.check_entries(name, entries, template)
         if template is not None:
             if not template.keys() <= entries.keys():
-                return  # the optimizer could not resume from a part of it
+                return  # the optimizer could not resume from a partial state
             entries = {key: entries[key] for key in template}
         dtypes = {
             key: (template[key].dtype if template else None) or record.dtype

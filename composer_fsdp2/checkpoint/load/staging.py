@@ -128,7 +128,7 @@ class Staging:
     def __init__(self, plan: LoadPlan, *, strict: bool = True) -> None:
         self.plan, self._strict = plan, strict
         self.tensors = [_staged(planned.record, planned.target) for planned in plan.tensors]
-        # A tied parameter's entry that is loaded, and each other entry for it.
+        # The entry of a tied parameter that is loaded, and each other entry of that parameter.
         self._duplicates = [
             (staged, _staged(record, planned.target))
             for planned, staged in zip(plan.tensors, self.tensors, strict=True)
@@ -195,7 +195,7 @@ class Staging:
         def value_of(record: TensorRecord | ObjectRecord) -> Any:
             return materialized(record if isinstance(record, TensorRecord) else record.value(), reader)
 
-        # Small values; each rank reads them itself.
+        # Each rank reads small values itself.
         self.extra = {name: value_of(record) for name, (_, record) in self.plan.extra.items()}
         self._others = {name: value_of(record) for name, record in self.plan.others.items()}
         self.groups = [
@@ -281,7 +281,7 @@ class Staging:
         state = state_dict_of({target.keys[name]: value for name, value in values.items()}, target.versions)
         try:
             refused = model.load_state_dict(state, strict=False)
-            # What the file does not have was refused, or is to stay.
+            # Entries that the file does not have raised earlier, or stay unchanged.
             lacking = [key for key in getattr(refused, "missing_keys", ()) if key in state]
             surplus = list(getattr(refused, "unexpected_keys", ()))
             if self._strict and lacking + surplus:
@@ -386,7 +386,7 @@ class Staging:
 
 
 def _put_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
-    local_tensor(tensor).copy_(before)  # not that of before: FSDP2's own load hook replaces a padded one
+    local_tensor(tensor).copy_(before)  # not the previous tensor: FSDP2's load hook replaces a padded one
 
 
 def _restoring(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -435,7 +435,7 @@ def _layout_of(record: TensorRecord, parameter: nn.Parameter, own: Any) -> torch
         return own
     if record.shape and record.shape == tuple(parameter.shape):
         return parameter.detach()
-    if record.shape and isinstance(parameter, DTensor):  # a statistic, as Adafactor's of rows
+    if record.shape and isinstance(parameter, DTensor):  # a statistic, such as Adafactor's row means
         full = torch.empty(record.shape, dtype=record.dtype, device=parameter.to_local().device)
         replicated = [Replicate()] * parameter.device_mesh.ndim
         return DTensor.from_local(full, parameter.device_mesh, replicated, run_check=False)

@@ -30,7 +30,7 @@ _MAX_DIMS = 64  # NumPy's limit
 _OBJECTS_OF_A_CALL = 64  # besides its arguments, which it copies: a short pickle may call it repeatedly
 _SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset, collections.deque)
 
-# Of the pickle that is being read.
+# The budget of the current pickle.
 budget: contextvars.ContextVar[Budget] = contextvars.ContextVar("budget")
 
 
@@ -57,7 +57,7 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> S
     if not isinstance(storage, Storage):
         raise pickle.UnpicklingError("a tensor without a storage")
     if rest and isinstance(rest[-1], dict) and any(value is True for value in rest[-1].values()):
-        # {'conj': True}: the storage has other values than the tensor.
+        # {'conj': True}: the values of the storage are not those of the tensor.
         raise UnsupportedPickleError("holds a tensor saved as a conjugated or negated view, which is not supported")
     dtype = dtype or storage.dtype
     shape, stride = tuple(shape), tuple(stride)
@@ -70,7 +70,7 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> S
     last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     if math.prod(shape) and last >= storage.numel:
         raise pickle.UnpicklingError(f"{described} does not fit its storage of {storage.numel}")
-    # One that repeats its storage (stride 0) may be larger: reading allocates it.
+    # A tensor that repeats its storage (stride 0) may be larger, and reading allocates it.
     num_bytes = math.prod(shape) * dtype.itemsize
     Budget.of(budget.get().where).spend(described, num_bytes=max(0, num_bytes - storage.num_bytes))
     requires_grad = bool(rest and rest[0] is True)
@@ -224,10 +224,10 @@ class Range(InertObject):
 
 @Function
 def _counter(counts: Any = ()) -> collections.Counter[Any]:
-    return collections.Counter(dict(counts))  # of pairs, which Counter itself would count
+    return collections.Counter(dict(counts))  # a list of pairs, which Counter would count instead
 
 
-# Not the classes themselves, whose calls would not be counted.
+# Not the classes themselves, because their calls would not be counted in the budget.
 @Function
 def _default_dict(factory: Any = None, items: Any = ()) -> collections.defaultdict[Any, Any]:
     factory = real_class(factory)
@@ -317,7 +317,7 @@ DATA: dict[str, Any] = {
     "numpy._core.numeric._frombuffer": _array_from_buffer,
 }
 
-# Harmless, and nothing that our own checkpoints could contain.
+# Harmless names that our own checkpoints do not contain.
 UNSUPPORTED = {
     "torch._utils._rebuild_sparse_tensor": "a sparse tensor",
     "torch._utils._rebuild_qtensor": "a quantized tensor",

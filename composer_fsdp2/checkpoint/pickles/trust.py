@@ -52,7 +52,7 @@ from composer_fsdp2.checkpoint.pickles.stand_ins import (
 )
 from composer_fsdp2.errors import CheckpointError
 
-# What an opcode makes: a byte may make a set of 216 bytes.
+# The size of the object that an opcode creates: a single byte may create a set of 216 bytes.
 _OBJECT_BYTES = {
     b"]": 72, b"}": 80, b"\x8f": 232, b"l": 72, b"d": 250, b"t": 64, b"\x85": 64, b"\x86": 72, b"\x87": 80,
     b"\x91": 232,
@@ -83,7 +83,7 @@ def scan(data: bytes, at: int, budget: Budget) -> None:
     memo_number = 0
     while True:
         fixed = _FIXED.match(data, at)
-        assert fixed is not None  # it matches nothing, too
+        assert fixed is not None  # it also matches the empty string
         budget.spend("its many objects", num_bytes=_TEXT_BYTES + _bytes_of_objects(fixed.group()))
         opcode, at = data[fixed.end() : fixed.end() + 1], fixed.end() + 1
         if opcode == b".":
@@ -111,13 +111,13 @@ def scan(data: bytes, at: int, budget: Budget) -> None:
 
 def _bytes_of_objects(opcodes: bytes) -> int:
     """An upper bound of the memory of the objects that these opcodes create. Operands are counted as opcodes."""
-    if len(opcodes) < 16:  # between two texts; most are shorter, and their objects few
+    if len(opcodes) < 16:  # between two texts; most are short and create few objects
         return 32 * len(opcodes)
     return sum(num_bytes * opcodes.count(opcode) for opcode, num_bytes in _OBJECT_BYTES.items())
 
 
-_MAX_DEPTH = 200  # what reads the value afterwards recurses
-_LEAVES = frozenset({str, int, float, bool, bytes, type(None), StoredTensor})  # most parts; seen without a call
+_MAX_DEPTH = 200  # readers of the value recurse
+_LEAVES = frozenset({str, int, float, bool, bytes, type(None), StoredTensor})  # most parts; checked without a call
 _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, InertObject)
 
 
@@ -131,10 +131,10 @@ class Finisher:
     """
 
     budget: Budget
-    # By id: the value (to keep it alive), the new one, the number of its parts, how deep they are nested.
+    # By id: the value (to keep it alive), its replacement, the number of its parts, and their depth.
     _done: dict[int, tuple[Any, Any, int, int]] = field(default_factory=dict)
     _depth: int = 0
-    # Of the value that is being finished, so far.
+    # So far, in the current value.
     _num_parts: int = 0
     _height: int = 0
 
@@ -172,7 +172,7 @@ class Finisher:
         if isinstance(value, set | frozenset):
             self._finish_hashed(value)
         elif isinstance(value, dict):
-            # A pickle may give an OrderedDict attributes; one called `items` would be walked through instead.
+            # A pickle may set attributes of an OrderedDict, such as `items`, which would be called instead.
             getattr(value, "__dict__", {}).clear()
             self._finish_hashed(value)
             for key, part in value.items():
@@ -375,7 +375,7 @@ def read_pickle(
         return Finisher(budget.get()).finish(value)
     except OverBudgetError:
         raise
-    except Exception as error:  # a damaged pickle raises anything
+    except Exception as error:  # a damaged pickle may raise any exception
         if names.refused:
             raise UntrustedError(
                 f"{where}: the pickle names {', '.join(dict.fromkeys(names.refused))}, which could run anything, and "

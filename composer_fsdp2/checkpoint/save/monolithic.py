@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# So often the disk is waited for, or the last wait would be for all of the file.
+# The number of bytes after which the file is synced; otherwise the last sync would wait for the entire file.
 _SYNC_BYTES = 1 << 30
 
 
@@ -61,7 +61,7 @@ class FirstError:
                 return work()
             except OSError as error:
                 self.text = error.strerror or str(error)
-            except Exception as error:  # pickling runs the user's code; memory
+            except Exception as error:  # pickling runs the user's code; memory may be exhausted
                 self.text = f"{type(error).__name__}: {error}"
         return None
 
@@ -84,7 +84,7 @@ class StagedFile:
     def __init__(self, path: Path, state: Any, shards: Sequence[DTensor]) -> None:
         self.path = path
         self.plain: list[torch.Tensor] = []
-        self._slots: list[Slot | None] = [None] * len(shards)  # by the tensor's number: shards, then plain ones
+        self._slots: list[Slot | None] = [None] * len(shards)  # by the tensor's index: shards, then plain tensors
         self._numbers = {id(shard): number for number, shard in enumerate(shards)}
         self._unsynced_bytes = 0
         self._plan = plan_archive(state, slot_for=self._slot_for)
@@ -138,12 +138,12 @@ class StagedFile:
         os.replace(self._staged, self.path)
         try:
             sync_folder(self.path.parent)
-        except OSError as error:  # the file is complete, and has its name
+        except OSError as error:  # the file is complete and renamed
             log.warning("%s is written, but a power cut may still undo its name: %s", self.path, error)
 
     def leave_nothing(self) -> None:
         """Remove the file if it was never published."""
-        with contextlib.suppress(OSError):  # the error is raised already
+        with contextlib.suppress(OSError):  # the error has already been raised
             self._file.close()
         with contextlib.suppress(OSError):
             self._staged.unlink(missing_ok=True)
@@ -317,7 +317,7 @@ class _Rounds:
         num_bytes = [sizes[rank]] if rank else [_memory_bytes(sizes, self.group)] * 2
         self.memories = [_host_memory(size, self.group) for size in num_bytes]
         self.writer = ThreadPoolExecutor(1, threading.current_thread().name)
-        self.writer.submit(int).result()  # its thread runs
+        self.writer.submit(int).result()  # the writer's thread runs
 
     def send(self) -> None:
         """Send all pieces of this rank to rank 0, round by round. Called on all ranks except rank 0."""

@@ -13,10 +13,10 @@ from typing import TypeAlias
 
 from composer_fsdp2.checkpoint.boxes import Box, row_major
 
-# What all ranks send in a round, and what one of them sends, at most.
+# The maximum number of bytes of a round: of all ranks, and of one rank.
 ROUND_BYTES = 128 << 20
 SLICE_BYTES = 16 << 20
-# What rank 0 writes from its own memory in a round.
+# The number of bytes that rank 0 writes from its own memory in a round.
 OWN_SLICE_BYTES = 64 << 20
 
 
@@ -40,7 +40,7 @@ class Piece:
 
     def runs(self, shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:
         """The ranges of these bytes in the full tensor of this shape, in order: (first byte, number of bytes)."""
-        # The last dimension counts bytes. Trailing ones that the part covers make one run with the one before them.
+        # The last dimension is in bytes. Trailing dimensions that the part covers are merged with the previous one.
         full = (*shape[:-1], shape[-1] * itemsize) if shape else (itemsize,)
         sizes = (*self.box.sizes[:-1], self.box.sizes[-1] * itemsize) if shape else (itemsize,)
         offsets = (*self.box.offsets[:-1], self.box.offsets[-1] * itemsize) if shape else (0,)
@@ -71,7 +71,7 @@ class Routes:
 
     def __init__(self, parts: Sequence[Sequence[Box | None]], itemsizes: Sequence[int]) -> None:
         self.num_ranks = len(parts)
-        known: dict[tuple[Box | None, ...], _Senders] = {}  # tensors that are split alike have the same
+        known: dict[tuple[Box | None, ...], _Senders] = {}  # equal for tensors that are sharded in the same way
         for boxes in dict.fromkeys(zip(*parts, strict=True)):
             known[boxes] = _senders(boxes)
         self._tensors = [
@@ -105,7 +105,7 @@ class Routes:
         return totals
 
 
-# By rank: which part it has, and its place among how many that share this part.
+# By rank: its part, its index among the replicas of this part, and their number.
 _Senders: TypeAlias = dict[int, tuple[Box, int, int]]
 
 

@@ -159,7 +159,7 @@ class Comparison:
         if isinstance(mine, float | int) and isinstance(other, float | int):
             if mine == other or (mine != mine and other != other):
                 return True
-            with contextlib.suppress(OverflowError):  # an int that is no float
+            with contextlib.suppress(OverflowError):  # an int that a float cannot represent
                 return bool(abs(mine - other) <= self.atol + self.rtol * abs(other))
             return False
         if hasattr(mine, "dtype") and hasattr(other, "dtype"):  # NumPy's
@@ -216,7 +216,7 @@ def _distances(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> to
     distances = (a - b).abs()
     if not is_exact:
         distances = distances[~torch.isclose(a, b, rtol=rtol, atol=atol, equal_nan=True)]
-    # Between infinities, and from a NaN, the distance is not a number; it counts as the largest.
+    # The distance between infinities, or from NaN, is NaN. It counts as the largest.
     return distances.nan_to_num(nan=math.inf, posinf=math.inf)
 
 

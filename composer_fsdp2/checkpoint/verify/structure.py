@@ -86,7 +86,7 @@ class Structure:
         size = file.stat().st_size
         if file in named:
             self._entries(file, size, named[file])
-        elif any(layout.holds_entries(file) for layout in LAYOUTS):  # also one that was named without its folder
+        elif any(layout.holds_entries(file) for layout in LAYOUTS):  # also a file that was passed without its folder
             if inventory is not None:
                 self.fault(file, "", "no such file (.metadata does not name it)", f"{size} bytes")
             self._unnamed(file, 0, size, is_fault=False)
@@ -123,7 +123,7 @@ class Structure:
         archives, rest = _archives_between(file, start, end)
         for entry in archives:
             value = self._archive(_Named(entry, f"the entry at byte {entry.offset}"), is_named=False)
-            # A DTensor's empty part, of a rank beyond the last row, is written and has no chunk.
+            # DTensor writes the empty shard of a rank beyond the last row, without a chunk.
             is_empty = isinstance(value, StoredTensor) and 0 in value.shape
             if is_fault and not is_empty:
                 found = f"{entry.num_bytes} bytes, an archive of {_described(value)}"
@@ -175,7 +175,7 @@ def _named_entries(inventory: CheckpointInventory) -> dict[Path, list[_Named]]:
             if isinstance(chunk.source, NestedArchive):
                 name = record.name if len(record.chunks) == 1 else f"{record.name} at {chunk.offsets}"
                 named.setdefault(chunk.source.path, []).append(_Named(chunk.source, name, chunk, record.dtype))
-    # Empty dicts share one entry, their list.
+    # All empty dicts share one entry, which lists them.
     objects = {entry.source: entry.name for entry in reversed(inventory.objects.values()) if entry.source is not None}
     for source, name in objects.items():
         named.setdefault(source.path, []).append(_Named(source, name))

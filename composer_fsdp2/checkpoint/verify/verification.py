@@ -205,7 +205,7 @@ def _content(records: list[tuple[Blob, str]], advance: Callable[[int], None]) ->
                 found = damage.removesuffix(f", the file says {blob.crc32:08x}")
                 faults.append(_fault(FaultKind.CONTENT, blob.path, name, f"CRC32 {blob.crc32:08x}", found))
     finally:
-        threads.shutdown(cancel_futures=True)  # progress may raise, on Ctrl-C for one
+        threads.shutdown(cancel_futures=True)  # progress may raise, for example on Ctrl-C
     return faults
 
 
