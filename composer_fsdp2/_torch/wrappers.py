@@ -67,7 +67,7 @@ def nest_unit(unit: FSDPModule, *, reshard_after_forward: bool | int, cast_forwa
 def group_of_unit(unit: FSDPModule, *, replicas: bool) -> dist.ProcessGroup | None:
     """The process group over which the unit's parameters are sharded, or with ``replicas`` replicated.
 
-    None if there is no such group.
+    None without such a group.
     """
     name = "replicate_process_group" if replicas else "shard_process_group"
     found = (getattr(group.mesh_info, name, None) for group in groups_of(state_of(unit)))

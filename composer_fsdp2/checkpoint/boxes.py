@@ -26,7 +26,7 @@ class Box:
         return math.prod(self.sizes)
 
     def overlap(self, other: "Box") -> "Box | None":
-        """The box of the elements that are in both boxes; None if there are none."""
+        """The box of the elements that are in both boxes; None if they are disjoint."""
         low = tuple(map(max, self.offsets, other.offsets))
         sizes = tuple(
             min(a + s, b + t) - first

@@ -17,8 +17,8 @@ def inspect_checkpoint(path: str | Path, *, model: nn.Module | None = None, trus
     A tar file or a compressed file is unpacked to the folder for temporary files (``TMPDIR``), and removed afterwards.
 
     Args:
-        path: A file, a folder, a link or pointer to one, or a run folder, whose newest checkpoint is read.
-        model: If given, ``fit`` tells whether the weights can be loaded into this model. The model is not modified.
+        path: A file, a folder, a link or pointer to one, or a run folder with checkpoints; the newest is read.
+        model: If given, ``fit`` shows whether this model can load the weights. The model is not modified.
         trust: Allow pickles to import and call any name; a warning lists each name.
     Raises:
         NotACheckpointError: the path does not exist, or is not a checkpoint of a known layout.

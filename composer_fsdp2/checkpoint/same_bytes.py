@@ -1,7 +1,6 @@
 """Detect tensors of a checkpoint that have the same bytes (tied weights), from metadata only.
 
-Each record has a key, so that many records are compared by dictionary look-ups: a mixture of experts has 18,432
-matrices of one shape.
+Records are looked up by a key instead of compared in pairs: a mixture of experts has 18,432 matrices of one shape.
 """
 
 from collections.abc import Hashable
@@ -39,7 +38,7 @@ class SameBytes(Generic[T]):
             self._by_content.setdefault(form, {})
 
     def first(self, record: TensorRecord, *, copies: bool) -> T | None:
-        """The first item whose record is the same storage; None if there is none.
+        """The first item whose record is the same storage; None if not found.
 
         Args:
             copies: Also accept an item with equal contents, by CRC32s. Tensors may be equal without being tied, such as

@@ -26,7 +26,7 @@ def parts_of(value: Any) -> Parts:
 
 
 def value_at(value: Any, path: Iterable[str | int]) -> Any:
-    """The value at a path of dict keys; None if there is none."""
+    """The value at a path of dict keys; None if not found."""
     for key in path:
         value = value.get(key) if isinstance(value, Mapping) else None
     return value

@@ -29,7 +29,7 @@ class Outcome(Value):
         error: The last lines of a failed run, and the path of its log; "" if none failed.
         runs: FSDP1, FSDP2, FSDP1 again; only those that completed.
         quantities: Empty without a verdict.
-        picture: The reason why there is no plot; "" otherwise.
+        picture: The reason for a missing plot; "" otherwise.
     """
 
     options: Options

@@ -38,7 +38,7 @@ def data_hash(run: RunRecord) -> str:
 
 
 def checkpoint_hash(path: str, check: Callable[[], None]) -> str:
-    """SHA-256 of a checkpoint on a local disk, or the reason why there is none.
+    """SHA-256 of a checkpoint on a local disk, or the reason why it is missing.
 
     Hashing a large checkpoint takes hours, and follows runs that took longer. An interruption must not lose their
     verdict.
@@ -55,7 +55,7 @@ def checkpoint_hash(path: str, check: Callable[[], None]) -> str:
 
 
 def hash_of(path: Path, check: Callable[[], None] = lambda: None) -> str:
-    """Hash the bytes of a file; for a folder, the names and bytes of its files, sorted by name."""
+    """Hash the bytes of a file; for a folder, the names and bytes of its files, in the order of the names."""
     digest = hashlib.sha256()
     if path.is_file():
         for piece in _pieces(path):

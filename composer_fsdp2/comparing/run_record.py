@@ -104,7 +104,7 @@ class Prediction(Value):
     """The predicted memory and collectives of the counted batch on rank 0, from a replay of the plan.
 
     Args:
-        reason: Why there is no prediction; "" if there is one.
+        reason: The reason for a missing prediction; "" otherwise.
         state_bytes: The peak of parameters, gradients, optimizer state, buffers and communication buffers, without
             activations.
         peak_bytes: The peak with activations; 0 if no microbatch was traced.

@@ -372,9 +372,7 @@ def _placed(output: Any, layers: DividedLayers, has_states: bool) -> Any:
     for name in _OF_PLACES:
         if (value := output.get(name)) is not None:
             output[name] = place(value) if isinstance(value, torch.Tensor) else tuple(map(place, value))
-    if (
-        logits := output.get("router_logits")
-    ) is not None:  # (rows x positions, experts); the loss is of full sequences
+    if (logits := output.get("router_logits")) is not None:  # (rows x positions, experts), for a loss of all positions
         num_rows = len(output[0])
         output["router_logits"] = tuple(
             layers.whole(each.unflatten(0, (num_rows, -1))).flatten(0, 1) for each in logits

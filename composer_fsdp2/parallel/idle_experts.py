@@ -97,7 +97,8 @@ def run_idle_experts(block: nn.Module, experts: Sequence[nn.Module]) -> list[Rem
             for expert in layer.moe.experts:
                 fully_shard(expert)
             fully_shard(layer)
-        fully_shard(model) for layer in model.layers:
+        fully_shard(model)
+        for layer in model.layers:
             run_idle_experts(layer.moe, layer.moe.experts)
 
     ``prepare_fully_shard`` does it for ``idle_experts: in_order``. See [Note: idle experts].

@@ -141,7 +141,7 @@ _MAX_COMMENT_BYTES = 1 << 16
 
 
 def _directory_end(data: bytes, at: int) -> tuple[int, int, int] | None:
-    """Find the zip directory that ends in ``data``; None if there is none.
+    """Find the zip directory that ends in ``data``; None if not found.
 
     Args:
         at: The offset in ``data`` of the end record, which is the archive's last one.
@@ -157,7 +157,7 @@ def _directory_end(data: bytes, at: int) -> tuple[int, int, int] | None:
 
 
 def archive_start(path: Path, start: int, end: int) -> int | None:
-    """The offset of the archive that ends at byte ``end`` of a file, without a comment; None if there is none.
+    """The offset of the archive that ends at byte ``end`` of a file, without a comment; None if not found.
 
     Args:
         start: The smallest possible offset.

@@ -4,10 +4,11 @@
 and dtypes, so tensor bytes may be written later, in any order and by several processes. The file has the same bytes as
 that of ``torch.save``, except for one record: the checksum ``.data/serialization_id``.
 
-    weight = Slot((4, 8), torch.float32) plan = plan_archive({"state": {"model": {"weight": weight}}}) with open(path,
-    "wb") as file:
-        os.pwrite(file.fileno(), data, plan.offset_of(weight))  # row-major, weight.num_bytes of them plan.finish(file,
-        {weight: zlib.crc32(data)})  # everything else: CRC32s are at the end of a zip archive
+    weight = Slot((4, 8), torch.float32)
+    plan = plan_archive({"state": {"model": {"weight": weight}}})
+    with open(path, "wb") as file:
+        os.pwrite(file.fileno(), data, plan.offset_of(weight))  # row-major, weight.num_bytes bytes
+        plan.finish(file, {weight: zlib.crc32(data)})  # all other bytes; CRC32s are at the end of a zip archive
 """
 
 import hashlib

@@ -263,7 +263,7 @@ def _only_matching(shapes: Sequence[Shape | None], candidates: Sequence[Shape]) 
 
 
 def _earliest(shapes: Sequence[Shape | None], candidates: Sequence[Shape]) -> list[int] | None:
-    """For each shape, the first candidate of that shape after the previous one; None if there is none."""
+    """For each shape, the first candidate of that shape after the previous one; None if not found."""
     places: list[int] = []
     for place, candidate in enumerate(candidates):
         if len(places) < len(shapes) and shapes[len(places)] in (None, candidate):

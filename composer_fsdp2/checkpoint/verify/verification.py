@@ -97,11 +97,13 @@ def verify_checkpoint(
 ) -> VerifyReport:
     """Check a checkpoint of any layout: its structure, its content, and whether it equals another one.
 
-    Structure: every file exists and contains the ranges of the metadata, chunks tile each tensor, each entry's own
-    header has the shape and dtype of ``.metadata``, no entries overlap, and the metadata lists all bytes. Contents: the
-    CRC32 of every record of every archive. All faults are reported together, as far as the damage leaves the other
-    parts readable. It takes a few MiB of memory for any size of the checkpoint. Compressed files and tar files are
-    unpacked into the folder for temporary files (``TMPDIR``).
+    - Structure: every file exists and contains the ranges of the metadata, chunks tile each tensor, each entry's own
+      header has the shape and dtype of ``.metadata``, no entries overlap, and the metadata lists all bytes.
+    - Contents: the CRC32 of every record of every archive.
+
+    All faults are reported together, as far as the damage leaves the other parts readable. It takes a few MiB of memory
+    for any size of the checkpoint. Compressed files and tar files are unpacked into the folder for temporary files
+    (``TMPDIR``).
 
     Faults that only a comparison with another checkpoint (``against``) can find:
 
