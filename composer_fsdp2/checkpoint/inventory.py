@@ -263,8 +263,7 @@ class CheckpointInventory:
         files: All files of the checkpoint, with their sizes in bytes.
         remarks: Messages about missing or unusual parts that are not errors.
         optimizer_at_root: Whether ``optimizers`` is at the root instead of below ``state``, as torch < 2.3 wrote it.
-        flat: Whether the model is saved as FSDP1's flat parameters, without names. Only in layouts with a file per
-            rank.
+        flat: Whether the model is saved as FSDP1's flat parameters, without names. Only in sharded layouts.
         holds_only: The path below which all entries are, if the layout can store only tensors of this path; None
             otherwise.
         name_prefix: The prefix of the model's names in Composer's models; '' if the file has Composer's names.

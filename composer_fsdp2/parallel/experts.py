@@ -49,7 +49,7 @@ class ExpertPlan:
 
     Args:
         layers: Each of them is a separate unit.
-        choices: The model's choices, with these modules chosen as units.
+        choices: The choices of the model's hooks, plus these layers as units.
         placements: The placements along the expert axis of weights that a script has already sharded by experts.
     """
 

@@ -171,7 +171,7 @@ def load_inventory(
 
 
 def _run_custom_load(staging: Staging) -> None:
-    """Run the optimizer's own loading code on all ranks. If it raises on one, undo it on all. Called on all ranks."""
+    """Run the user's loading code on all ranks. If it raises on one, undo it on all. Called on all ranks."""
     try:
         together(staging.run_custom_load)
     except CheckpointError:
