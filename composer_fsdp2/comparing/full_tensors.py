@@ -40,7 +40,7 @@ class _Flat:
 def gradient_squares(model: nn.Module) -> float:
     """The sum of squares of this rank's gradients. Summed over ranks, it is that of the full gradients.
 
-    A gradient that several ranks have is divided by their number. Does not communicate.
+    Squares of gradients that several ranks have are divided by the number of these ranks. Does not communicate.
     """
     flat, total = _flat_parameters(model), 0.0
     for parameter in model.parameters():
