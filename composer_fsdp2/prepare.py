@@ -1,4 +1,4 @@
-"""The entry points, with FSDP1's signatures: translate, read the model's hooks, plan, compare across ranks, apply."""
+"""The entry points, with FSDP1's signatures: translate the configuration, plan, compare across ranks, apply."""
 
 import logging
 from collections.abc import Collection
@@ -130,13 +130,15 @@ def plan_run(
     device: Any = None,
     tensor_parallel: Any = None,
 ) -> tuple[Translation, ShardingPlan]:
-    """The decisions of ``prepare_fully_shard`` on each of ``world_size`` ranks, without a process group.
+    """Plan as ``prepare_fully_shard`` would plan on each of ``world_size`` ranks, without a process group.
 
-    The plan's digest equals the one that those ranks compare. If a finding blocks, ``prepare_fully_shard`` would raise;
-    the plan returned here follows the other keys.
+    The digest of the plan equals the one that those ranks would compare. A blocking finding is a key for which
+    ``prepare_fully_shard`` would raise; here the plan follows the other keys.
 
     Args:
         model: May be on the meta device.
+    Returns:
+        The translation of the configuration, with its findings, and the plan.
     Raises:
         As ``prepare_fully_shard``, except for blocking findings.
 
@@ -206,11 +208,11 @@ def plan_sharding(
 def _plan_parallelize(
     model: nn.Module, mesh: MeshSpec, layer_plan: LayerPlan | None, of_experts: Collection[str]
 ) -> TensorPlan:
-    """The modules that are TP-sharded, by the layer plan or already by the script.
+    """Plan which modules are TP-sharded, by the layer plan or because the script has already TP-sharded them.
 
     Raises:
-        PlanError: both a layer plan and a parallelized model, or only one of a mesh with a tensor axis and a layer
-            plan.
+        PlanError: both a layer plan and a parallelized model; or a mesh with a tensor axis without a layer plan, or the
+            reverse.
     """
     by_script, along = read_parallelized(model)
     if along is not None:
@@ -237,8 +239,7 @@ def _plan_parallelize(
 
 
 def apply_plan(model: nn.Module, plan: ShardingPlan) -> None:
-    """Shard ``model`` in place according to ``plan``: checkpoint wrappers, initial values, ``fully_shard`` bottom-up,
-    checks.
+    """Shard ``model`` in place by ``plan``: checkpoint wrappers, initial values, ``fully_shard`` bottom-up, checks.
 
     Args:
         model: The model that was planned, not yet sharded.
@@ -263,7 +264,7 @@ def apply_plan(model: nn.Module, plan: ShardingPlan) -> None:
 
 
 def _check(model: nn.Module, plan: ShardingPlan) -> None:
-    """Repeat the checks that depend on the world size, and detect changes to the model since it was planned."""
+    """Repeat the checks that depend on the world size, and raise if the model was changed since it was planned."""
     check_plan(model, plan)
     require_checkpointing(plan.config.activation_checkpointing)
     refuse_illegal(plan.resolve(dist.get_world_size()))
@@ -330,7 +331,11 @@ def _decide(
     tensor_parallel: Any,
     world_size: int,
 ) -> tuple[Translation, ShardingPlan, tuple[DeviceMesh, ...]]:
-    """The translation, the plan, and the meshes that the configuration contains; the plan stores only their degrees."""
+    """Translate the configuration and plan the model. Does not communicate.
+
+    Returns:
+        The translation, the plan, and the ``DeviceMesh`` objects in the configuration. The plan has only their degrees.
+    """
     given, tensor = UserConfig.read(fsdp_config), TensorParallel.read(tensor_parallel)
     refuse_sharded(model)
     along = parallelized_along(model, world_size)

@@ -160,7 +160,7 @@ def _missing_in_modules() -> Iterator[str]:
 
 
 def module_at(path: str) -> object:
-    """Import a module. The namespace of aten operators is returned as it is, because it is not a module."""
+    """Import a module by its path. The namespace of aten operators is no module, and is returned without an import."""
     return torch.ops.aten if path == "torch.ops.aten" else importlib.import_module(path)
 
 

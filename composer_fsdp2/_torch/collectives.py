@@ -1,8 +1,8 @@
-"""Hooks that run before each collective of a sharded model: those of ``fully_shard``, and those between its units.
+"""Call watches before each collective of a sharded model: those of ``fully_shard``, and those between its units.
 
 [Note: reserve memory] Functional collectives of TP-sharded layers (DTensors) allocate their own output. A rank that
 runs out of memory in that allocation cannot report it before the other ranks have entered the collective. We therefore
-allocate and free the same number of bytes before the hooks run; torch's caching allocator then has the memory ready.
+allocate and free the same number of bytes before the watches run; torch's caching allocator then has the memory ready.
 """
 
 import contextlib
@@ -31,12 +31,13 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class PendingCollective:
-    """A collective of a unit whose buffers are allocated and which is not launched yet.
+    """A collective that is about to be launched; its buffers are allocated.
 
     Args:
-        unit: The path of the unit's module.
+        unit: The path of the unit's module; "" for a collective between units.
         kind: all-gather, reduce-scatter, all-reduce or all-to-all.
-        phase: forward, backward, unshard() if a script called it, or a layer that ranks divide.
+        phase: forward or backward; unshard() if a script called it; or "a layer that ranks divide" for a collective of
+            tensor, context or expert parallelism.
     """
 
     unit: str
@@ -49,17 +50,22 @@ class PendingCollective:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Watch:
-    """``before`` runs for each collective, after its buffers are allocated and before it is launched."""
+    """A callback for the collectives of a model.
+
+    Args:
+        before: Called on each rank before it launches a collective, after the collective's buffers are allocated.
+    """
 
     before: Callable[[PendingCollective], None]
 
 
 @contextlib.contextmanager
 def collectives_of_unit(watches: Sequence[tuple[Watch, str]], phase: str) -> Iterator[None]:
-    """Within the block, the collectives that ``fully_shard`` launches belong to one unit.
+    """Within the block, call a unit's watches before each collective that ``fully_shard`` launches.
 
     Args:
-        watches: The unit's watches, each with the path by which it knows the unit.
+        watches: The unit's watches. Each is paired with the path of the unit in the watched model.
+        phase: As in ``PendingCollective``.
     """
     global _current_unit
     if not watches:
@@ -76,8 +82,10 @@ def collectives_of_unit(watches: Sequence[tuple[Watch, str]], phase: str) -> Ite
 
 
 def watch_functional_collectives(watch: Watch, *, first: bool) -> Callable[[], None]:
-    """Call a watch before each functional collective of TP-sharded layers, and for each ``announce``.
+    """Call a watch before each functional collective of TP-sharded layers, and in each ``announce``.
 
+    Args:
+        first: Call it before the registered watches, instead of after them.
     Returns:
         A function that removes the watch. The watch is referenced weakly, so deleting it removes it too.
     """
@@ -90,7 +98,7 @@ def watch_functional_collectives(watch: Watch, *, first: bool) -> Callable[[], N
 
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """All-reduce ``tensor`` in place; the watches run as for a unit's own collective."""
+    """All-reduce ``tensor`` in place. Calls the current unit's watches before."""
     _launch(dist.all_reduce, "all-reduce", tensor, group=group)
 
 
@@ -103,25 +111,29 @@ def all_to_all(
     *,
     async_op: bool = False,
 ) -> Any:
-    """All-to-all with the given numbers of elements per rank; the watches run as for a unit's own collective."""
+    """All-to-all with the given numbers of elements per rank. Calls the current unit's watches before."""
     sizes = list(to_receive), list(to_send)
     return _launch(dist.all_to_all_single, "all-to-all", received, sent, *sizes, group=group, async_op=async_op)
 
 
 def announce(kind: str) -> None:
-    """Run the watches for a collective between units. Called on all ranks."""
+    """Call the watches of collectives between units. Called on all ranks, before each such collective.
+
+    Args:
+        kind: As in ``PendingCollective``, or the name of a function of ``torch.distributed``.
+    """
     for listed in tuple(_between_units):
         if (watch := listed()) is not None:
             watch.before(PendingCollective("", kind, "a layer that ranks divide"))
 
 
 def is_announced() -> bool:
-    """Whether ``announce`` reaches a watch."""
+    """Whether ``announce`` would call a watch."""
     return any(listed() is not None for listed in _between_units)
 
 
 def launch(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Announce and launch a collective between units, such as ``dist.all_to_all_single``.
+    """Call ``announce``, then a collective such as ``dist.all_to_all_single`` that belongs to no unit.
 
     Its buffers are already allocated.
     """
@@ -130,13 +142,13 @@ def launch(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
 
 
 def all_gather_single(output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """``dist.all_gather_into_tensor``. torch 2.13 renames it to ``all_gather_single`` and deprecates the old name."""
+    """Call ``dist.all_gather_into_tensor``. torch 2.13 deprecates it in favour of ``all_gather_single``."""
     launch = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     launch(output, part, group)
 
 
 def reduce_scatter_single(part: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """``dist.reduce_scatter_tensor`` with sums, which torch 2.13 renames to ``reduce_scatter_single``."""
+    """Call ``dist.reduce_scatter_tensor`` with sums. torch 2.13 renames it to ``reduce_scatter_single``."""
     launch = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     launch(part, full, group=group)
 

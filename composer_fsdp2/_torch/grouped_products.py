@@ -21,7 +21,7 @@ def grouped_product(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor)
 
 @functools.cache
 def has_grouped_product(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether grouped products exist for this device and dtype, and match single products in each form that we use.
+    """Whether torch has grouped products for this device and dtype, with the same results as single products.
 
     Synchronizes with the device on the first call.
     """

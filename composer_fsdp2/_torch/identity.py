@@ -35,7 +35,7 @@ class IdentityHook:
         self._replaced: list[Replaced] = []
 
     def apply(self, value: Any) -> Any:
-        """The same nested value with the identities in place of the tensors. Modifies mutable containers in place."""
+        """Replace the tensors in ``value`` by their identities and return it. Modifies mutable containers in place."""
         tensors = [each for each in tensors_in(value) if each.requires_grad] if torch.is_grad_enabled() else []
         if not tensors:
             return value
@@ -102,7 +102,10 @@ def _alive(pairs: Iterable[_Pair]) -> list[tuple[Tensor, Tensor]]:
 
 
 def call_after_grads(value: Any, hook: Callable[[], None]) -> Any:
-    """The same nested value. ``hook`` runs once the gradients of all its tensors are computed."""
+    """Return ``value``, a nested value, with its tensors passed through an identity autograd function.
+
+    ``hook`` is called in each backward, once the gradients of all these tensors are computed.
+    """
     tensors = [each for each in tensors_in(value) if each.requires_grad] if torch.is_grad_enabled() else []
     if not tensors:
         return value

@@ -12,7 +12,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The local tensor of a DTensor, outside of any autograd graph; a plain tensor is returned as it is."""
+    """The local tensor of a DTensor, outside of any autograd graph. A plain tensor is returned unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -35,7 +35,7 @@ def with_local_tensor(tensor: Tensor, part: Tensor) -> Any:
 def local_tensors(first: Tensor, *others: Tensor) -> Sequence[Tensor] | None:
     """The local tensors of tensors with equal placements, for elementwise operations; None if the placements differ.
 
-    Called for each parameter of a step, hence short: DTensor's own methods dispatch in Python.
+    Called for each parameter in each step. It does not use DTensor's own methods, because they dispatch in Python.
     """
     if not isinstance(first, DTensor):
         return None if any(isinstance(other, DTensor) for other in others) else (first, *others)
@@ -55,7 +55,7 @@ def _same_placements(spec: DTensorSpec, other: DTensorSpec) -> bool:
 
 
 def group_by_device_and_dtype(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """Group tensors by device and dtype, for one ``foreach`` operation each. Keeps the order."""
+    """Group tensors by device and dtype, for one ``foreach`` operation per group. Preserves the order."""
     if not tensors:
         return {}
     lists: list[list[Tensor | None]] = [list(tensors)]
@@ -82,12 +82,12 @@ def lion_(
     keep: float,
     betas: Sequence[float],
 ) -> None:
-    """Lion's update of each tensor in place (Chen et al. 2023, arXiv:2302.06675), by ``foreach`` kernels.
+    """Apply Lion's update to each tensor in place (Chen et al. 2023, arXiv:2302.06675), by ``foreach`` kernels.
 
-    Needs memory for one copy of the tensors.
+    Allocates memory for one copy of the tensors.
 
     Args:
-        keep: The factor of the weight decay: each tensor is multiplied by it first.
+        keep: The weight-decay factor, by which each tensor is multiplied before the update.
     """
     if keep != 1:
         torch._foreach_mul_(tensors, keep)

@@ -1,10 +1,10 @@
-"""Units of which each rank all-gathers only some rows of the parameters: its own experts.
+"""FSDP units in which each rank all-gathers only some rows of each parameter: those of its own experts.
 
-[Note: gathered parts] Each parameter is sharded over all ranks of the unit's shard axis, as without expert
-parallelism, so optimizers, clipping and checkpoints see the usual shards under the model's own names. Only the
-all-gather differs: within each group of ``degree`` consecutive ranks, each rank needs different rows. An all-to-all
-therefore replaces the all-gather of parameters, and another one the reduce-scatter of gradients. A rank receives as
-many bytes as if its experts were sharded over the ranks that need them only.
+[Note: gathered parts] Each parameter is sharded over all ranks of the unit's shard axis, as without expert parallelism,
+so optimizers, clipping and checkpoints see the usual shards under the model's own names. Only the all-gather differs:
+within each group of ``degree`` consecutive ranks, each rank needs different rows. An all-to-all therefore replaces the
+all-gather of parameters, and another one the reduce-scatter of gradients. A rank receives as many bytes as if its
+experts were sharded only over the ranks that need them.
 """
 
 import functools
@@ -65,7 +65,7 @@ class _ParameterRows:
     Args:
         needed: The rows that each rank of the expert axis needs.
         num_rows: The number of rows of the full parameter.
-        row: The number of elements of a row.
+        row_numel: The number of elements of a row.
         padded_rows: The number of rows of a shard, including padding.
     """
 
@@ -92,7 +92,7 @@ class _Slice:
 
 @dataclass(frozen=True)
 class _Layout:
-    """The slices that an exchange sends and receives.
+    """The slices that a rank sends and receives in an all-to-all.
 
     Args:
         of_shards: Slices of this rank's shards, by the rank that needs them.
@@ -112,7 +112,13 @@ class _Layout:
 
 
 class _RowExchange:
-    """The all-to-all of one unit over ``num_shards`` ranks; this rank has the index ``place``."""
+    """The all-to-all of one unit, which replaces its all-gather and its reduce-scatter ([Note: gathered parts]).
+
+    Args:
+        num_shards: The size of the shard axis.
+        place: This rank's index along the shard axis.
+        degree: The number of consecutive ranks that need different rows.
+    """
 
     def __init__(self, num_shards: int, place: int, degree: int) -> None:
         self.num_shards, self.place, self.degree = num_shards, place, degree
@@ -121,7 +127,7 @@ class _RowExchange:
         self._layouts: dict[tuple[int, ...], _Layout] = {}
 
     def layout(self, parameters: Sequence[Any]) -> _Layout:
-        """The layout for all parameters, or for those with gradients."""
+        """The slices to exchange for these parameters: all of the unit, or those with gradients."""
         key = tuple([each.number for each in parameters])
         if key not in self._layouts:
             self._layouts[key] = self._layout([self.parts[number] for number in key])
@@ -212,7 +218,7 @@ class _RowExchange:
 
 @functools.cache
 def _patch_fsdp() -> None:
-    """Replace torch's all-gather, copy-out and reduction for units that have a row exchange."""
+    """Replace torch's all-gather, copy-out and reduction by an all-to-all, in units after ``all_gather_rows``."""
     torchs: Any = _fsdp_param_group
     gather, copy_out, reduce = torchs.foreach_all_gather, torchs.foreach_all_gather_copy_out, torchs.foreach_reduce
 
@@ -246,7 +252,11 @@ def _row_exchange_of(parameters: Sequence[Any]) -> _RowExchange | None:
 
 
 class _SingleRankGroup:
-    """A process group of one rank, on which torch 2.7 still reduces, and ``torch.distributed`` for that group."""
+    """A stand-in for ``torch.distributed`` and for a process group of one rank.
+
+    torch's ``foreach_reduce`` gets it after the all-to-all has reduced the gradients. torch 2.7 reduces on one rank
+    too.
+    """
 
     def __init__(self, distributed: Any) -> None:
         self._distributed = distributed

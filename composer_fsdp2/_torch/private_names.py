@@ -54,7 +54,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def untraced(function: F) -> F:
-    """Exclude the function from torch.compile: it runs between two graphs and causes a graph break.
+    """Exclude the function from torch.compile; calling it causes a graph break.
 
     For hooks that communicate, or whose work depends on the batch. ``torch.compiler.disable`` would import the compiler
     immediately.
@@ -91,7 +91,7 @@ def own_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
-    """Whether the parameter has a hook of ``register_hook`` or ``register_post_accumulate_grad_hook``."""
+    """Whether ``register_hook`` or ``register_post_accumulate_grad_hook`` has registered a hook on the parameter."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
@@ -104,9 +104,10 @@ def local_box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def pending_reduction(placement: Any) -> tuple[str, float] | None:
     """The reduction of a DTensor's local values that is still pending along one axis of its mesh.
 
-    ``("norm", p)``: they are p-norms of shards (torch's ``_NormPartial``, which for p = inf is a maximum). ``(op,
-    1.0)``: torch's name of the reduction, such as ``sum``, ``avg`` or ``max``. None: no reduction is pending; the
-    values are replicated or sharded along this axis.
+    Returns:
+        None if no reduction is pending: the values are replicated or sharded along this axis. ``("norm", p)`` if they
+        are p-norms of shards (torch's ``_NormPartial``, which for p = inf is a maximum). Otherwise ``(op, 1.0)`` with
+        torch's name of the reduction, such as ``sum``, ``avg`` or ``max``.
     """
     if not isinstance(placement, Partial):
         return None
@@ -133,7 +134,7 @@ def storage_info(file_name: str, offset: int, num_bytes: int) -> Any:
 
 
 def default_store() -> Any:
-    """The store of the default process group, with a prefix of this package."""
+    """The store of the default process group. Keys get a prefix of this package."""
     c10d: Any = dist.distributed_c10d
     return c10d.PrefixStore("composer_fsdp2", c10d._get_default_store())
 
@@ -149,7 +150,7 @@ def has_custom_load_state_dict(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def custom_loading(model: nn.Module) -> dict[str, str]:
-    """The functions besides torch's own that ``model.load_state_dict`` runs, by module path."""
+    """The functions besides torch's own that ``model.load_state_dict`` would run, by module path."""
     found = {path: list(_loading_code(module)) for path, module in model.named_modules()}
     own = vars(model).get("load_state_dict", type(model).load_state_dict)
     if getattr(own, "__func__", own) is not nn.Module.load_state_dict:  # torch calls it on the root module only
@@ -175,7 +176,7 @@ def _loading_code(module: nn.Module) -> Iterator[Any]:
 
 
 def versions_in(state: Mapping[str, Any]) -> Any:
-    """The modules' versions in a state dict, which their loading code reads; None for a plain dict."""
+    """The versions of the modules in a state dict, which their loading code reads; None for a plain dict."""
     return getattr(state, "_metadata", None)
 
 
@@ -223,9 +224,9 @@ def transformer_engine_checkpoint_wrapper(seed: int) -> Callable[[nn.Module], nn
 
 
 def dtensor_random_states() -> dict[str, torch.Tensor]:
-    """The RNG states that DTensors use on a GPU, as for TP-sharded dropout, besides torch's generator. Not a copy.
+    """The RNG states that DTensors use on a GPU in addition to torch's generator, as for TP-sharded dropout.
 
-    torch 2.13 has none, and torch 2.7 has none before the first use.
+    The states themselves, not copies. Empty in torch 2.13, and in torch 2.7 before their first use.
     """
     states: dict[str, torch.Tensor] = getattr(random_of_dtensors._rng_tracker, "rng_states", {})
     return states

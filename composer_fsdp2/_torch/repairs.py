@@ -40,9 +40,10 @@ _MARK = "_composer_fsdp2_repair"
 
 
 def _gloo_cannot_average() -> bool:
-    """Whether gloo rejects AVG. It does so before it communicates, so a group of this rank only shows it.
+    """Whether gloo rejects AVG.
 
-    The store is in memory, and no other rank knows the group.
+    gloo raises before it communicates, so a process group of this rank alone is sufficient. Its store is in memory, and
+    no other rank takes part.
     """
     if hasattr(_fsdp_collectives._get_gradient_divide_factors, _MARK):
         return False
@@ -79,7 +80,11 @@ def _sum_then_divide() -> None:
 
 
 def _cpu_events_are_missed() -> bool:
-    """Whether torch requires an event on the CPU. In other versions the field of ``AllReduceState`` is optional."""
+    """Whether ``fully_shard`` would raise on a 2-D CPU mesh because CPU streams do not record events.
+
+    ``torch.cpu.Stream.record_event`` returns None, which the field ``event`` of ``AllReduceState`` does not accept. In
+    other torch versions it does.
+    """
     accepts_none = "None" in str(_fsdp_param_group.AllReduceState.__annotations__["event"])
     stream: Any = torch.cpu.Stream()
     return stream.record_event() is None and not accepts_none
@@ -94,7 +99,7 @@ def _record_cpu_events() -> None:
 
 
 def _forget_events_of_unused_gathers() -> None:
-    """Discard the event of an unused prefetch, which the patch above would otherwise add.
+    """Discard the event of an unused prefetch, which ``_record_cpu_events`` would otherwise add.
 
     A frozen unit whose inputs need no gradient runs no backward. At the end of the backward, torch waits for the unit's
     prefetch. If it has an event, torch waits on a stream of torch.accelerator, which does not exist on a machine

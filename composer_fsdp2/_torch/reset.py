@@ -15,8 +15,8 @@ def reset_after_error(unit: FSDPModule) -> None:
     """Reset the root of an interrupted forward or backward, and all units below it, to their state between steps.
 
     Discards unreduced gradients, and waits for the device and for pending collectives. ``.grad`` of the sharded
-    parameters is not cleared; that is up to the optimizer. Does nothing if ``unit`` is not a root. torch 2.13 has
-    ``reset_iter_state``, which does not discard the unreduced gradients of microbatches.
+    parameters is not cleared; the caller or the optimizer does that. Does nothing if ``unit`` is not a root. torch 2.13
+    has ``reset_iter_state``, which does not discard the unreduced gradients of microbatches.
     """
     root, state = unit, state_of(unit)
     if not state._is_root:

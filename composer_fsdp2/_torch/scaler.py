@@ -58,10 +58,9 @@ def _shard_with_gradient(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def after_unscaling(scaler: Any, then: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-    """Within the block, ``unscale_`` calls ``then`` after it has allocated all its tensors.
+    """Within the block, ``scaler.unscale_`` calls ``then`` after its allocations and before its all-reduce.
 
-    ``unscale_`` communicates after that. If ``then`` raises, ``unscale_`` is not marked as done and can be called
-    again.
+    If ``then`` raises, ``unscale_`` is not marked as done and can be called again.
     """
     unscale = scaler._unscale_grads_
 

@@ -23,7 +23,7 @@ def drops_strided_shard() -> bool:
 
 
 def patch_strided_shard() -> None:
-    """Make the result of an operation on such a tensor keep its placement. Idempotent; does not communicate."""
+    """Make operations on ``_StridedShard`` tensors return ``_StridedShard``. Idempotent; does not communicate."""
     if not drops_strided_shard():
         return
     from torch.distributed.tensor._ops import _math_ops, _pointwise_ops

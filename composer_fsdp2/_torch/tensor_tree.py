@@ -26,7 +26,7 @@ def map_tensors(value: Any, change: Callable[[Any], Any], *, kind: type = Tensor
     """The same nested value with ``change`` applied to each tensor. Unchanged containers are the same objects.
 
     Args:
-        kind: Apply ``change`` to objects of this class instead.
+        kind: The class of the objects to change; ``torch.Tensor`` by default.
         opens_registered: Whether to traverse classes that FSDP1 did not.
     """
     if isinstance(value, kind):
@@ -46,8 +46,8 @@ class _Container:
         rebuild: Creates a container of the same class from other parts.
         keys: The keys of the parts, for ``get`` and ``set``.
         set: Assigns a part by its key; None if the container is immutable.
-        is_registered: Whether FSDP1 did not traverse the class: it is registered with pytree, or a mapping that is not
-            a dict.
+        is_registered: Whether the class is registered with pytree, or is a mapping other than a dict. FSDP1 did not
+            traverse these.
     """
 
     parts: Sequence[Any]
@@ -59,7 +59,7 @@ class _Container:
 
 
 def _as_container(value: Any) -> _Container | None:
-    """The value as a container; None if it is not one."""
+    """Describe ``value`` as a container; None if it is not one."""
     if isinstance(value, Tensor):
         return None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -99,7 +99,7 @@ def _item(value: list[Any], number: int) -> Any:
 
 
 def _replacing(value: set[Any]) -> tuple[Callable[[Any], Any], Callable[[Any, Any], None]]:
-    """``get`` and ``set`` of a set. The keys are its current members."""
+    """``get`` and ``set`` for a Python set. The keys are its current members."""
     present: dict[Any, Any] = {}
 
     def get(key: Any) -> Any:
@@ -155,7 +155,7 @@ Replaced = tuple[_Container, Any, Any, Any]
 
 
 def replace_in_place(value: Any, change: Callable[[Tensor], Tensor], replaced: list[Replaced]) -> Any:
-    """``map_tensors``, but mutable containers are changed in place, so the caller sees what a module adds to them.
+    """As ``map_tensors``, but change mutable containers in place, so the caller sees what a module adds to them.
 
     A class that only pytree knows (a KV cache) is traversed by its attributes. If its tensors are not in attributes, it
     is not changed.
@@ -184,9 +184,12 @@ def replace_in_place(value: Any, change: Callable[[Tensor], Tensor], replaced: l
 
 
 def hidden_gradient(value: Any) -> str | None:
-    """``Class.attribute`` of a tensor that requires grad and that ``tensors_in`` does not find; None if there is none.
+    """Find a tensor that requires grad and that ``tensors_in`` does not find, in the attributes of objects.
 
-    Searches the attributes of objects, three levels deep. Does not search closures and generators.
+    Searches three levels deep. Does not search closures and generators.
+
+    Returns:
+        The attribute as ``Class.attribute``; None if there is none.
     """
     return next((where for leaf in _leaves(value) if (where := _hidden_in(leaf, 3, set()))), None)
 

@@ -50,17 +50,17 @@ class ParameterOverride:
 
 @dataclass(slots=True, eq=False)
 class UnitHooks:
-    """Hooks at points of a unit's forward and backward for which torch has none.
+    """Callbacks at points of a unit's forward and backward at which torch calls no hook.
 
     Args:
-        watches: Called before the unit's collectives, each with the path by which it knows the unit.
+        watches: Called before the unit's collectives. Each is paired with the path of the unit in the watched model.
         replicated: By mesh, the parameters that are replicated on all its ranks. Their gradients are averaged at the
             end of the backward.
         after_reduction: Called in order at the end of each backward that reduced gradients. An exception ends the
             backward.
         accumulates_in_backward_dtype: Accumulate unreduced gradients in the dtype of the backward, as FSDP1, not in
             ``reduce_dtype``.
-        before_first_forward: Called once, before the first forward of which the unit is the root.
+        before_first_forward: Called once, before the unit's first forward as a root.
     """
 
     watches: list[tuple[Watch, str]] = field(default_factory=list)
@@ -72,9 +72,9 @@ class UnitHooks:
 
 
 def hooks_of(unit: FSDPModule) -> UnitHooks:
-    """The hooks of a unit.
+    """The callbacks of a unit, to modify.
 
-    Also for a unit that ``fully_shard`` made without this package; its behaviour does not change.
+    Works for units that the script made with ``fully_shard``, too; their behaviour does not change.
     """
     state = state_of(unit)
     if not isinstance(state, State):
@@ -180,7 +180,7 @@ class Parameter(FSDPParam):
     hooks: UnitHooks
 
     def reset_sharded_param(self) -> None:
-        """Called after load_state_dict and similar. torch takes the registered parameter as the shard."""
+        """Called after ``load_state_dict`` and similar. torch makes the registered parameter the unit's shard."""
         if self.hooks.override is None:
             registered = getattr(self._module_info.module, self._module_info.param_name)
             if not isinstance(registered, DTensor):
@@ -201,12 +201,10 @@ _PHASES = {TrainingState.FORWARD: "forward", TrainingState.IDLE: "unshard()"}
 
 
 def _average_gradients(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
-    """Average gradients in place, in one buffer. A missing gradient counts as zero.
+    """Average gradients over ``mesh`` in place. A missing gradient counts as zero, unless it is missing on all ranks.
 
-    It stays None if it is missing on all ranks.
-
-    Averaging an averaged gradient does not change it, so gradients may accumulate. The ranks of ``mesh`` all-reduce one
-    buffer in each backward that reduces the other gradients.
+    Averaging an averaged gradient does not change it, so gradients may accumulate. Called on all ranks of ``mesh`` in
+    each backward that reduces the other gradients; all-reduces one buffer per mesh axis.
     """
     dtype = functools.reduce(torch.promote_types, {p.dtype for p in parameters}, torch.float32)
     gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
@@ -299,7 +297,7 @@ class UnitState(State):
     """
 
     own_policy: MixedPrecisionPolicy
-    _autocast_cached: bool | None = None  # the setting before the forward of which this is the outermost unit
+    _autocast_cached: bool | None = None  # the setting before a forward of this unit as the outermost
     _awaits_backward = False  # a forward has ended whose backward may leave gradients in unsharded parameters
 
     def _root_pre_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -359,10 +357,11 @@ class UnitState(State):
         return super()._pre_backward(gradient)
 
     def refuse_lost_gradients(self) -> None:
-        """Raise if a backward computed gradients of the unit's parameters without a gradient of its outputs.
+        """Raise if a backward computed gradients of the unit's parameters, but none of the unit's outputs.
 
-        Called at the start of the next forward, and when the unit is resharded (clipping, state dicts). A unit that
-        reshards after forward is sharded in such a backward, which fails.
+        torch then never reduces these gradients. Called at the start of the next forward, and when the unit is
+        resharded (clipping, state dicts). A unit that reshards after forward has its parameters sharded in such a
+        backward, which therefore raises.
         """
         if self._awaits_backward and any(group.is_unsharded and _has_gradients(group) for group in groups_of(self)):
             raise PlanError(_LOST.format(unit=_name_of(self)))
@@ -464,7 +463,7 @@ class UnitGroup(Group):
             self._registered_versions = self._versions()
 
     def _versions(self) -> int:
-        """A number that increases with each write to a shard, on all ranks alike.
+        """A number that increases with each write to the unit's shards. Equal on all ranks.
 
         DTensor operators and operators on the local tensor increment their version counters. ``foreach`` and fused
         operators, which optimizers use, increment neither, so optimizer steps are counted separately.

@@ -48,9 +48,10 @@ def is_inside_unit(module: nn.Module) -> bool:
 
 
 def parameters_of_unit(unit: FSDPModule) -> list[UnitParameter]:
-    """The parameters that a unit shards, with all registrations, also those outside of ``unit`` (ties, groups).
+    """The parameters that a unit shards, each with all its registrations, including those outside of ``unit``.
 
-    Initializes the unit for its first forward, as ``unit.unshard`` does. Does not communicate.
+    A tied parameter, or the parameter of a unit of several modules, has such registrations. Initializes the unit for
+    its first forward, as ``unit.unshard`` does. Does not communicate.
     """
     found = []
     for group in groups_of(state_of(unit)):
@@ -113,7 +114,7 @@ def override_parameters(unit: FSDPModule, override: ParameterOverride) -> Callab
     Args:
         unit: Currently sharded.
     Returns:
-        A function that ends it. It also resets a forward or backward that an error interrupted.
+        A function that registers the shards again. It also resets a forward or backward that an error interrupted.
     """
     state, hooks = state_of(unit), hooks_of(unit)
     hooks.override = override

@@ -47,17 +47,17 @@ def write_assigned_data() -> None:
 
 
 def register_unit_class(cls: type) -> None:
-    """Make ``fully_shard`` keep the class of such a wrapper, which already is an ``FSDPModule``."""
+    """Make ``fully_shard`` preserve a wrapper's class, which already is a subclass of ``FSDPModule``."""
     cls_to_fsdp_cls.setdefault(cls, cls)
 
 
 def reset_root(unit: FSDPModule) -> None:
-    """Make the next forward determine the root of the unit again."""
+    """Make torch determine the unit's root again in the next forward."""
     state_of(unit)._is_root = None
 
 
 def nest_unit(unit: FSDPModule, *, reshard_after_forward: bool | int, cast_forward_inputs: bool) -> None:
-    """Turn a root unit into a nested unit, between two steps."""
+    """Turn a root unit into a nested unit. Call it between two steps; does not communicate."""
     state: Any = state_of(unit)
     for group in groups_of(state):
         group.post_forward_mesh_info = _get_post_forward_mesh_info(reshard_after_forward, group.mesh_info)
@@ -65,14 +65,17 @@ def nest_unit(unit: FSDPModule, *, reshard_after_forward: bool | int, cast_forwa
 
 
 def group_of_unit(unit: FSDPModule, *, replicas: bool) -> dist.ProcessGroup | None:
-    """The process group that shards the unit's parameters, or the group that replicates them; None without one."""
+    """The process group over which the unit's parameters are sharded, or with ``replicas`` replicated.
+
+    None without such a group.
+    """
     name = "replicate_process_group" if replicas else "shard_process_group"
     found = (getattr(group.mesh_info, name, None) for group in groups_of(state_of(unit)))
     return next(found, None)
 
 
 def shards_of(unit: FSDPModule) -> list[DTensor]:
-    """The sharded parameters of a unit, without those of nested units."""
+    """The sharded parameters of a unit, excluding those of nested units."""
     return [parameter.sharded_param for group in groups_of(state_of(unit)) for parameter in group.fsdp_params]
 
 

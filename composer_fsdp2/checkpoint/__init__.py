@@ -1,1 +1,1 @@
-"""Checkpoints: what is on disk, into a sharded model, into another layout, and whether it can be trusted."""
+"""Checkpoints: inspect them, load them into a sharded model, convert them to another layout, save and verify them."""

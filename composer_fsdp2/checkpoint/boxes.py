@@ -1,4 +1,4 @@
-"""Parts of tensors with straight edges: what a chunk, a shard, a read and a write have in common."""
+"""Boxes, hyperrectangular parts of tensors: the chunks of a file, shards, reads and writes."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A part of a tensor: offsets and sizes in elements, one of each for every dimension."""
+    """A part of a tensor. It has an offset and a size in elements for every dimension, as DCP's chunks."""
 
     offsets: Shape
     sizes: Shape
@@ -26,7 +26,7 @@ class Box:
         return math.prod(self.sizes)
 
     def overlap(self, other: "Box") -> "Box | None":
-        """The elements that both have; None where they have none in common."""
+        """The box of the elements that are in both boxes; None if they are disjoint."""
         low = tuple(map(max, self.offsets, other.offsets))
         sizes = tuple(
             min(a + s, b + t) - first
@@ -39,7 +39,7 @@ class Box:
         return tuple(slice(a - o, a - o + size) for a, o, size in zip(self.offsets, origin, self.sizes, strict=True))
 
     def pieces(self, max_numel: int) -> Iterator["Box"]:
-        """This box in row-major order, each piece one run of it: some rows, or a part of one; at least one element."""
+        """Split this box into contiguous row-major pieces: some rows, or a part of one row, of at least one element."""
         if self.numel <= max_numel or not self.sizes:
             yield self
             return
@@ -62,7 +62,7 @@ _MAX_CORNERS = 1 << 21  # 10,000 chunks along seven dimensions
 
 
 def untiled(shape: Shape, boxes: Sequence[Box]) -> str | None:
-    """How boxes within a tensor fail to cover each of its elements once; None if they do.
+    """Describe how boxes fail to cover each element of a tensor exactly once; None if they do not fail.
 
     A box is the sum of its corners, with signs that alternate from one to the next, as an interval [a, b) is the step
     at a minus the step at b. So boxes tile the tensor exactly if all their corners add up to the tensor's own.

@@ -1,8 +1,9 @@
-"""Limits on the memory and objects that reading a checkpoint's metadata may take, however small its files are.
+"""Limits on the memory and the number of objects that a checkpoint's metadata may take, even if its files are small.
 
-[Note: budgets] A pickle, a directory or a JSON text of a few MiB can describe gigabytes of objects. Each reader spends,
-before it makes them, from a budget that does not depend on what the file claims: a base, and more for each byte that
-is really on the disk. Objects stand for seconds as well: a limit in seconds would refuse healthy files on slow disks.
+[Note: budgets] A pickle, a directory or a JSON text of a few MiB can describe gigabytes of objects. Before it creates
+objects, each reader spends from a budget that does not depend on the file's own claims: a base, plus an amount for each
+byte that is actually on disk. The number of objects also limits the time; a limit in seconds would reject healthy files
+on slow disks.
 """
 
 from dataclasses import dataclass
@@ -16,16 +17,16 @@ _BYTES_PER_BYTE = 1 / 8  # a sharded checkpoint of 512 ranks: 2 GiB of objects f
 
 
 class OverBudgetError(CheckpointError):
-    """Reading would take more memory or time than any checkpoint of that size needs."""
+    """Reading would take more memory or time than any valid checkpoint of that size needs."""
 
 
 @dataclass(slots=True)
 class Budget:
-    """The rest of one reader's budget.
+    """The remaining budget of one reader.
 
     Args:
         where: The file, for the error.
-        total: The budget, for the error.
+        total: The initial budget, for the error.
     """
 
     where: str
@@ -35,7 +36,7 @@ class Budget:
 
     @classmethod
     def of(cls, where: object, disk_bytes: int = 0, *, more_bytes: float = 0, more_objects: int = 0) -> "Budget":
-        """For a file or folder of so many bytes on the disk."""
+        """The budget for a file or folder with this number of bytes on disk."""
         num_bytes, num_objects = BASE_BYTES + _BYTES_PER_BYTE * disk_bytes + more_bytes, BASE_OBJECTS + more_objects
         return cls(str(where), f"{human_bytes(int(num_bytes))}, {num_objects} objects", num_bytes, num_objects)
 

@@ -1,4 +1,4 @@
-"""An inventory as text for people, and as plain data for programs."""
+"""Format an inventory as text for people, or as JSON data for programs."""
 
 import datetime
 import math
@@ -15,10 +15,10 @@ from composer_fsdp2.sharding.dtypes import dtype_name
 
 
 def as_text(inventory: CheckpointInventory, *, max_tensors: int | None = None) -> str:
-    """The report: a summary, the optimizers, notes, and the tensors, aligned.
+    """Format an inventory: a summary, the optimizers, notes, and a table of the tensors.
 
     Args:
-        max_tensors: List no more than these; None for all.
+        max_tensors: The maximum number of tensors to list; None for all.
     """
     sections = [_summary(inventory), *_optimizer_sections(inventory), _remarks(inventory)]
     if (fit := inventory.fit) is not None:
@@ -177,7 +177,7 @@ def _all_tensors(inventory: CheckpointInventory) -> list[TensorRecord]:
 
 
 def _split(record: TensorRecord) -> str:
-    """How a tensor is split: along one dimension, or in boxes."""
+    """Describe how a tensor is sharded: along one dimension, or in boxes."""
     if len(record.chunks) <= 1:
         return "unsharded"
     split = [dim for dim in range(len(record.shape)) if len({chunk.offsets[dim] for chunk in record.chunks}) > 1]
@@ -194,7 +194,7 @@ def _tensors_of(optimizer: OptimizerContents) -> list[TensorRecord]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON data: durations in seconds, tensors by shape, the rest as text."""
+    """Convert a value to JSON data: durations in seconds, tensors as their shapes, other objects as text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -208,7 +208,10 @@ def _plain(value: Any) -> Any:
 
 
 def _read(what: Callable[[], Any], otherwise: Any) -> Any:
-    """An entry's value; ``otherwise`` if it contains more than plain data: the rest is still described."""
+    """The value of an entry; ``otherwise`` if it contains more than plain data.
+
+    The rest of the checkpoint can still be described.
+    """
     try:
         return what()
     except CheckpointError:
@@ -225,5 +228,5 @@ def _short(value: Any) -> str:
 
 
 def _printable(line: str) -> str:
-    """Names come from the file: no control characters in a terminal."""
+    """Replace control characters in a line: names come from the file, and the line is printed to a terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in line)

@@ -1,4 +1,4 @@
-"""What does not fit between a checkpoint and a model, or another checkpoint: data first, text second."""
+"""Differences of a checkpoint from a model or from another checkpoint, and faults of a checkpoint, as values."""
 
 import enum
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from composer_fsdp2.config.value import Value
 
 
 class DifferenceKind(enum.Enum):
-    """What a difference is about; ``is_fatal`` ones are refused also where ``strict`` is false."""
+    """The kind of a difference. Those with ``is_fatal`` raise even with ``strict=False``."""
 
     MISSING = "missing"
     SURPLUS = "surplus"
@@ -30,7 +30,7 @@ class DifferenceKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One entry that is not as it should be."""
+    """One difference: an entry that is missing, unexpected, or has a wrong shape, dtype or value."""
 
     kind: DifferenceKind
     name: str
@@ -42,7 +42,7 @@ class Difference:
 
 
 def can_cast(found: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether values keep their meaning: floats as floats, integers as integers."""
+    """Whether a cast preserves the kind of values: floats to floats, integers to integers."""
 
     def kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
         return dtype.is_floating_point, dtype.is_complex, dtype == torch.bool
@@ -56,12 +56,12 @@ def names_by(kind: DifferenceKind, differences: Iterable[Difference]) -> list[st
 
 
 def listed(differences: Iterable[Difference]) -> str:
-    """A line each; of many, the first ones and the number of the others."""
+    """Format one difference per line. Of many, list the first ones and the number of the others."""
     return lines_and_more([str(difference) for difference in differences], 50, "  ")
 
 
 class FaultKind(enum.Enum):
-    """The part of a checkpoint in which a fault shows."""
+    """The part of a checkpoint that is damaged."""
 
     STRUCTURE = "structure"  # files, offsets, headers and the metadata contradict each other
     CONTENT = "content"  # bytes contradict their CRC32
@@ -70,10 +70,10 @@ class FaultKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault(Value):
-    """One fault.
+    """One fault of a checkpoint.
 
     Args:
-        name: The tensor, entry or record; '' where it is the file.
+        name: The tensor, entry or record; '' for the file itself.
     """
 
     kind: FaultKind

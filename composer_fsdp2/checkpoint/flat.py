@@ -1,8 +1,9 @@
-"""FSDP1's flat parameters (``state_dict_type: local``), taken apart along a model.
+"""Split FSDP1's flat parameters (``state_dict_type: local``) into the parameters of a model.
 
-Such a file has one vector for each wrapped module, and neither names nor shapes of its parameters. The vectors'
-own names show which modules were wrapped, and FSDP1 laid a module's parameters end to end in registration order (torch
-``_init_flat_param``): those of nested wrapped modules apart, shared ones once in each wrapped module.
+Such a file has one vector for each wrapped module, without names and shapes of its parameters. The vectors' own names
+show which modules were wrapped. FSDP1 concatenated a module's parameters in registration order (torch
+``_init_flat_param``), without those of nested wrapped modules. A shared parameter is in the vector of each wrapped
+module that registers it.
 """
 
 import functools
@@ -31,7 +32,7 @@ from composer_fsdp2.sharding.ties import parameter_uses
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """One parameter in a vector: its first element, and all the names under which the wrapped module registers it."""
+    """One parameter in a vector: its first element, and all names under which the wrapped module registers it."""
 
     start: int
     names: tuple[str, ...]
@@ -47,12 +48,14 @@ _Layout = dict[str, list[_Slice]]  # by the wrapped module's path
 
 
 def unflattened(inventory: CheckpointInventory, model: nn.Module) -> CheckpointInventory:
-    """The checkpoint with the parameters' own names and shapes instead of flat parameters.
+    """Return the inventory with the parameters' own names and shapes instead of flat parameters.
 
     Args:
-        model: The model that was saved; sharded or not, on any device. Parameters are looked up, not read.
+        model: The model that was saved, sharded or not, on any device. Only names and shapes are read.
     Raises:
-        CheckpointError: a wrapped module is not in the model, or has more or fewer elements than its vector.
+        CheckpointError: a wrapped module is not in the model, or does not have as many elements as its vector.
+
+    Does not communicate.
     """
     if not inventory.flat:
         return inventory
@@ -71,7 +74,7 @@ def unflattened(inventory: CheckpointInventory, model: nn.Module) -> CheckpointI
             if record.numel != (total := sum(math.prod(part.shape) for part in parts)):
                 raise CheckpointError(_differs(inventory, flat_name, record.numel, total))
             own = [_cut(record, part) for part in parts]
-        else:  # a step count: one for all of the vector
+        else:  # a step count of the whole vector
             own = [record] * len(parts)
         for part, part_record in zip(parts, own, strict=True):
             if is_model:
@@ -93,7 +96,7 @@ def _cut(vector: TensorRecord, part: _Slice) -> TensorRecord:
 
 
 def _objects(inventory: CheckpointInventory, layout: _Layout) -> dict[EntryPath, ObjectRecord]:
-    """Entries of a vector's optimizer state that are not tensors belong to each of its parameters; so do its groups."""
+    """Replace a vector by its parameters in optimizer entries that are not tensors, and in parameter groups."""
     objects: dict[EntryPath, ObjectRecord] = {}
     for path, record in inventory.objects.items():
         flat_name = _flat_name(path)
@@ -111,7 +114,7 @@ def _objects(inventory: CheckpointInventory, layout: _Layout) -> dict[EntryPath,
 
 
 def _with_names(record: ObjectRecord, layout: _Layout) -> list[dict[str, Any]]:
-    """``param_groups`` of the vectors' parameters; names of parameters stay."""
+    """``param_groups`` with the names of the parameters instead of those of the vectors."""
 
     def names(key: Any) -> list[Any]:
         path = _wrapped_path(str(key))
@@ -121,7 +124,7 @@ def _with_names(record: ObjectRecord, layout: _Layout) -> list[dict[str, Any]]:
 
 
 def _flat_name(path: EntryPath) -> str | None:
-    """The vector that an entry belongs to, in the model or in an optimizer's state."""
+    """The vector to which an entry of the model or of an optimizer's state belongs."""
     if path[:2] == MODEL and len(path) == 3:
         name = str(path[2])
     elif path[:2] == OPTIMIZERS and len(path) > 5 and path[3] == "state":
@@ -132,7 +135,7 @@ def _flat_name(path: EntryPath) -> str | None:
 
 
 def _layout(model: nn.Module, units: dict[str, str], inventory: CheckpointInventory) -> _Layout:
-    """The place of each parameter in the vectors; ``units``: their names, by the wrapped modules' paths."""
+    """The location of each parameter in the vectors. ``units`` maps wrapped modules' paths to vectors' names."""
     modules = {
         canonical(f"{path}.").rstrip("."): module for path, module in model.named_modules(remove_duplicate=False)
     }
@@ -148,7 +151,7 @@ def _layout(model: nn.Module, units: dict[str, str], inventory: CheckpointInvent
     layout: _Layout = {}
     for path in units:
         start, parts = 0, list[_Slice]()
-        taken: set[nn.Parameter] = set()  # by this unit; FSDP1 flattened a shared one into each of its units
+        taken: set[nn.Parameter] = set()  # in this unit; FSDP1 flattened a shared parameter into each unit
         for name, parameter in _parameters(modules[path], path, nested):
             if parameter not in taken:
                 taken.add(parameter)
@@ -164,7 +167,7 @@ def _layout(model: nn.Module, units: dict[str, str], inventory: CheckpointInvent
 
 
 def _parameters(module: nn.Module, path: str, nested: set[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """What a wrapped module flattened, in order: its own and its children's, without wrapped ones."""
+    """The parameters that FSDP1 flattened for a wrapped module, in order, without those of nested wrapped modules."""
     for name, parameter in own_parameters(module):
         yield canonical(f"{path}.{name}" if path else name), parameter
     for name, child in module.named_children():
@@ -173,7 +176,7 @@ def _parameters(module: nn.Module, path: str, nested: set[nn.Module]) -> Iterato
 
 
 def _unit_of(name: str, units: Collection[str]) -> str | None:
-    """The innermost wrapped module that contains a parameter's name."""
+    """The innermost wrapped module around a parameter."""
     within = [path for path in units if not path or name.startswith(f"{path}.")]
     return max(within, key=len, default=None)
 

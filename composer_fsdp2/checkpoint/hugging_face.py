@@ -1,7 +1,7 @@
-"""The Hugging Face model in a Composer checkpoint: config and tokenizer, and which weights are tied.
+"""The Hugging Face model in a Composer checkpoint: its config, its tokenizer, and its tied weights.
 
-``HuggingFaceModel`` keeps both as plain data in ``state.integrations.huggingface`` (Composer's
-``HuggingFaceModel.get_metadata``), and the model itself as its attribute ``model``.
+``HuggingFaceModel`` saves config and tokenizer as plain data in ``state.integrations.huggingface`` (Composer's
+``HuggingFaceModel.get_metadata``). It registers the transformers model as its attribute ``model``.
 """
 
 import json
@@ -23,17 +23,17 @@ from composer_fsdp2.sharding.dtypes import dtype_name
 _CONFIG = "config.json"
 _BESIDE = (".json", ".txt", ".model", ".jinja")  # of config and tokenizer
 
-# Where models put the matrix that is tied to the embedding; from_pretrained ties it again.
+# Names of the matrix that is tied to the embedding. from_pretrained ties it again.
 _OUTPUT_EMBEDDINGS = ("lm_head.weight", "lm_head.decoder.weight", "embed_out.weight", "predictions.decoder.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HuggingFaceForm:
-    """A model that ``from_pretrained`` loads.
+    """The files of a model folder that ``from_pretrained`` loads.
 
     Args:
-        beside: Files beside the weights: config.json and the tokenizer's.
-        left_out: Files that were not written, with the reason.
+        beside: The files besides the weights: config.json and the tokenizer's.
+        left_out: Files that are not written, with the reason.
     """
 
     config: dict[str, Any]
@@ -42,15 +42,15 @@ class HuggingFaceForm:
 
 
 def has_config(folder: Path) -> bool:
-    """Whether a folder is that of a Hugging Face model."""
+    """Whether a folder contains a Hugging Face model."""
     return (folder / _CONFIG).is_file()
 
 
 def hugging_face_form(inventory: CheckpointInventory, dtype: torch.dtype | None) -> HuggingFaceForm | None:
-    """The form that ``state.integrations.huggingface`` describes; None where the checkpoint has no such model.
+    """The files described by ``state.integrations.huggingface``; None if the checkpoint has no Hugging Face model.
 
     Args:
-        dtype: Of the cast weights, for the config; None leaves the config unchanged.
+        dtype: The dtype of cast weights, for the config; None leaves the config unchanged.
     """
     integration = inventory.tree(("state", "integrations", "huggingface"))
     if integration is None:
@@ -75,8 +75,10 @@ def hugging_face_form(inventory: CheckpointInventory, dtype: torch.dtype | None)
 
 
 def _architecture(full_name: Any) -> str | None:
-    """The class of a model, by the name that Composer noted. Of a sharded one that is the name of what sharded it:
-    ``FSDP`` and the model's own for ``fully_shard``, FSDP1's wrapper for FSDP1.
+    """The class of the transformers model, from the class name that Composer saved.
+
+    For a sharded model that is the name of the sharded class: ``FSDP`` plus the model's own name for ``fully_shard``,
+    or FSDP1's wrapper.
     """
     module, _, name = full_name.rpartition(".") if isinstance(full_name, str) else ("", "", "")
     if not module.startswith("torch.distributed."):
@@ -92,7 +94,7 @@ def _as_json(config: Mapping[str, Any], dtype: torch.dtype | None) -> bytes:
 
 
 def form_of_folder(folder: Path, dtype: torch.dtype | None) -> HuggingFaceForm:
-    """The form of a folder that has its config.json; the files beside the weights are taken as they are.
+    """The files of a folder that has a config.json. Files besides the weights are copied unchanged.
 
     Args:
         dtype: As in ``hugging_face_form``.
@@ -121,7 +123,7 @@ _TEXTS: dict[str, tuple[type | None, Callable[[Any], str]]] = {
 
 
 def _content(name: Any, file: Any) -> bytes | str:
-    """A tokenizer file's bytes, as Composer writes them back; or why not."""
+    """The bytes of a tokenizer file, as Composer restores it; or the reason why it is not restored."""
     if not isinstance(name, str) or not isinstance(file, Mapping) or "content" not in file:
         return "damaged"
     file_name = _file_name(name, file)
@@ -144,17 +146,17 @@ def _content(name: Any, file: Any) -> bytes | str:
 
 
 def without_ties(weights: Mapping[str, Slot], config: Mapping[str, Any] | None) -> tuple[dict[str, Slot], list[str]]:
-    """The weights with tied ones once, and the names that were left out, as ``a (tied to b)``.
+    """Keep one name of each tied weight. Return the weights, and the removed names as ``a (tied to b)``.
 
-    Tied are names for one storage. Sharded checkpoints and FSDP's full ones have a copy for each name; there an output
-    embedding that equals an earlier matrix bit for bit is tied, unless the config denies it. Others stay: matrices of
-    zeros or ones are equal as well.
+    Weights that share a storage are tied. Sharded checkpoints and FSDP's full ones contain a copy for each name. In
+    these an output embedding that is bitwise equal to an earlier matrix counts as tied, unless the config sets it
+    otherwise. Other equal weights are kept, because matrices of zeros or ones are equal as well.
     """
     may_tie = config is not None and config.get("tie_word_embeddings", True)
     kept: dict[str, Slot] = {}
     left_out: list[str] = []
     known = SameBytes[str]()
-    # Output embeddings last: what a model is tied to comes under its own name.
+    # Output embeddings last, so that a tied weight keeps the name of the input embedding.
     for name in sorted(weights, key=_is_output):
         slot = weights[name]
         record = slot.source

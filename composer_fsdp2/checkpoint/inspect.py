@@ -12,18 +12,19 @@ from composer_fsdp2.errors import CheckpointError
 
 
 def inspect_checkpoint(path: str | Path, *, model: nn.Module | None = None, trust: bool = False) -> CheckpointInventory:
-    """The contents of a checkpoint of any layout, without reading tensor data or running a pickle.
+    """Read the metadata of a checkpoint of any layout, without reading tensor data or executing a pickle.
 
-    A tar file or a compressed one is unpacked to the folder for temporary files (``TMPDIR``) for that, and removed
-    again. Does not communicate; any one rank can call it.
+    A tar file or a compressed file is unpacked to the folder for temporary files (``TMPDIR``), and removed afterwards.
 
     Args:
-        path: A file, a folder, a link or pointer to one, or a run folder, in which the newest is found.
-        model: Sets ``fit``: whether and how the weights load into this model, which is not changed.
-        trust: Let pickles import and run what they name; a warning lists each name.
+        path: A file, a folder, a link or pointer to one, or a run folder with checkpoints; the newest is read.
+        model: If given, ``fit`` shows whether this model can load the weights. The model is not modified.
+        trust: Allow pickles to import and call any name; a warning lists each name.
     Raises:
-        NotACheckpointError: the path does not exist, or is no checkpoint of a known layout.
-        CheckpointError: a checkpoint, but damaged, incomplete, or with more than plain data and not trusted.
+        NotACheckpointError: the path does not exist, or is not a checkpoint of a known layout.
+        CheckpointError: the checkpoint is damaged, incomplete, or contains more than plain data and is not trusted.
+
+    Does not communicate; any single rank can call it.
 
     Example:
         >>> torch.save({"state": {"model": nn.Linear(4, 2).state_dict()}}, "ep1.pt")
@@ -38,14 +39,19 @@ def inspect_checkpoint(path: str | Path, *, model: nn.Module | None = None, trus
 
 
 def _check_content(located: Located) -> None:
-    """Each record against its CRC32: damage is not to be found out after a second unpacking."""
+    """Check the CRC32 of each record of an unpacked file.
+
+    A later read would find damage only after unpacking the file again.
+    """
     for name, blob in Archive.open(located.path).blobs.items():
         if blob.crc32 is not None and (damage := damage_of(blob, ())) is not None:
             raise CheckpointError(f"{located.unpacked_from}: record {name} is damaged ({damage})")
 
 
 def _fit(inventory: CheckpointInventory, model: nn.Module) -> ModelFit:
-    from composer_fsdp2.checkpoint.load.load_plan import plan_load  # for a model only: the command starts without it
+    from composer_fsdp2.checkpoint.load.load_plan import (
+        plan_load,
+    )  # imported only with a model, to keep the start of the command fast
 
     try:
         plan = plan_load(inventory, model)

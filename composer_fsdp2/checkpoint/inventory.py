@@ -1,6 +1,6 @@
-"""The contents of a checkpoint, as values: every tensor with its place on disk, every other entry, its writer.
+"""The contents of a checkpoint as values: every tensor with its location on disk, every other entry, and the writer.
 
-An inventory has one shape for all layouts, the one of Composer's monolithic file: ``('state', 'model', FQN)``,
+An inventory has the same structure for all layouts, that of Composer's monolithic file: ``('state', 'model', FQN)``,
 ``('state', 'optimizers', class, 'state', FQN, key)``, ``('state', 'timestamp')``, ``('rng',)``.
 """
 
@@ -28,12 +28,12 @@ OPTIMIZERS: EntryPath = ("state", "optimizers")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Where the bytes of a tensor are
+# Sources of a tensor's bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Strided:
-    """A view of a run of bytes: offset and strides in elements of ``dtype``."""
+    """A strided view of a byte range. Offset and strides are in elements of ``dtype``."""
 
     blob: Blob
     dtype: torch.dtype
@@ -42,7 +42,7 @@ class Strided:
 
     @property
     def place(self) -> tuple[Path, int]:
-        """The file and the first byte: the same for two views of one record."""
+        """The file and the offset of the record. Equal for two views of one record."""
         return self.blob.path, self.blob.offset
 
     def locate(self, chunk: "Chunk", dtype: torch.dtype) -> "Strided":
@@ -51,7 +51,7 @@ class Strided:
 
 @dataclass(frozen=True, slots=True)
 class NestedArchive:
-    """An archive inside a file of a DCP directory, with one tensor or one object."""
+    """An archive inside a file of a DCP folder, with one tensor or one object."""
 
     folder: Folder
     name: str
@@ -64,18 +64,18 @@ class NestedArchive:
 
     @property
     def place(self) -> tuple[Path, int]:
-        """The file and the archive's first byte, known before the archive is opened."""
+        """The file and the offset of the archive; does not open the archive."""
         return self.path, self.offset
 
     def open(self) -> Archive:
-        """Raises CheckpointError: damaged, or its file could not be fetched."""
+        """Open the archive. Raises CheckpointError if it is damaged, or if its file could not be downloaded."""
         return Archive.open(self.folder.file(self.name), self.offset, self.num_bytes)
 
     def locate(self, chunk: "Chunk", dtype: torch.dtype) -> Strided:
-        """Open the archive and find the tensor, which must be as the metadata describes it.
+        """Open the archive and return the tensor's byte range, after a comparison with the metadata.
 
         Raises:
-            CheckpointError: it is of another shape or dtype, or no tensor.
+            CheckpointError: the tensor has another shape or dtype, or the archive contains no tensor.
         """
         archive = self.open()
         stored = archive.unpickle(trust=False)
@@ -91,7 +91,7 @@ class NestedArchive:
 
 @dataclass(frozen=True, slots=True)
 class InMemory:
-    """A tensor that a caller put into a checkpoint after it was read."""
+    """A tensor in memory that a caller added to an inventory."""
 
     tensor: torch.Tensor
     place = None
@@ -106,7 +106,7 @@ class Chunk(Box):
 
 @dataclass(frozen=True, slots=True)
 class FlatRange:
-    """The elements of a tensor as a run of a flat parameter: FSDP1 laid parameters end to end."""
+    """A tensor as a range of elements of a flat parameter, in which FSDP1 concatenated parameters."""
 
     flat: "TensorRecord"
     start: int
@@ -117,9 +117,9 @@ class TensorRecord:
     """One tensor in a checkpoint.
 
     Args:
-        name: As in the file.
-        chunks: Boxes that tile it; one for a tensor that was saved unsharded.
-        flat: The place in a flat parameter, for a tensor without chunks.
+        name: The name in the file.
+        chunks: Boxes that tile the tensor; one for a tensor that was saved unsharded.
+        flat: The range in a flat parameter, for a tensor without chunks.
 
     Example:
         >>> torch.save({"state": {"model": nn.Linear(4, 2).state_dict()}}, "ep1.pt")
@@ -143,7 +143,7 @@ class TensorRecord:
     def in_one_chunk(
         cls, name: str, shape: tuple[int, ...], dtype: torch.dtype, source: "Strided | InMemory"
     ) -> "TensorRecord":
-        """A tensor that is stored in one chunk, unsplit."""
+        """Create the record of a tensor that is stored unsharded."""
         return cls(name=name, shape=shape, dtype=dtype, chunks=(Chunk((0,) * len(shape), shape, source),))
 
     @property
@@ -160,7 +160,7 @@ class TensorRecord:
         return Box.full(self.shape)
 
     def untiled(self) -> str | None:
-        """How the chunks fail to tile the tensor exactly; None if they do."""
+        """Describe how the chunks fail to tile the tensor; None if they do not fail."""
         boxes = [Box(chunk.offsets, chunk.sizes) for chunk in self.chunks if chunk.numel]
         for box in boxes:
             if len(box.offsets) != len(self.shape) or any(
@@ -182,13 +182,15 @@ def of_stored_tensor(stored: StoredTensor, archive: Archive, name: str) -> Tenso
 
 @dataclass(slots=True)
 class ObjectRecord:
-    """One entry that is not a tensor. Its value is plain data, in which tensors are ``TensorRecord``s.
+    """One entry that is not a tensor. Its value is plain data, with ``TensorRecord``s in place of tensors.
 
     Args:
-        load: Reads the value; called once, when it is first needed.
-        num_bytes: On disk, if it is stored separately; 0 if it is part of a pickle that was read anyway.
-        source: Its archive, if it is stored separately.
-        is_flattened: Whether the file stores only its leaves; its containers are inferred until it is ``fitted``.
+        load: Reads the value. Called once, at first access.
+        num_bytes: The size on disk if the entry is stored separately; 0 if it is part of a pickle that was already
+            read.
+        source: The archive of the entry, if it is stored separately.
+        is_flattened: Whether the file stores only leaves. The containers are then inferred until ``fitted`` corrects
+            them.
     """
 
     name: str
@@ -200,11 +202,11 @@ class ObjectRecord:
 
     @classmethod
     def of_value(cls, name: str, value: Any, *, is_flattened: bool = False) -> "ObjectRecord":
-        """A record of a value that was read already."""
+        """Create the record of a value that was already read."""
         return cls(name, _unread, is_flattened=is_flattened, _value=value)
 
     def value(self) -> Any:
-        """Raises CheckpointError: damaged, or more than plain data and not trusted."""
+        """Read the value. Raises CheckpointError if it is damaged, or not plain data and not trusted."""
         if self._value is ...:
             self._value = self.load()
         return self._value
@@ -216,7 +218,7 @@ def _unread() -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writer:
-    """Who wrote a checkpoint, as far as it shows; None where it does not."""
+    """The software that wrote a checkpoint. A field is None if the checkpoint does not show it."""
 
     composer_version: str | None = None
     torch_version: str | None = None
@@ -226,7 +228,7 @@ class Writer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFit:
-    """Whether the weights load into a model as they are, and how, as text."""
+    """Whether the weights can be loaded into a model unchanged, with an explanation as text."""
 
     fits: bool
     text: str
@@ -234,13 +236,13 @@ class ModelFit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerContents:
-    """One optimizer's entries.
+    """The entries of one optimizer.
 
     Args:
-        name: The class's qualified name, Composer's key; '' if the layout has none.
+        name: The qualified name of the class, which is Composer's key; '' if the layout has none.
         keyed_by: 'name' (FQNs), 'id' (position in the writer's param_groups) or 'flat parameter'.
-        state: By parameter, then by key; empty where the file has none. ``param_groups`` are no part of it:
-            ``CheckpointInventory.groups`` reads them.
+        state: The state by parameter and key; empty if the file has none. ``CheckpointInventory.groups`` reads
+            ``param_groups``.
     """
 
     name: str
@@ -250,24 +252,24 @@ class OptimizerContents:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInventory:
-    """The contents of a checkpoint, from metadata alone.
+    """The contents of a checkpoint, from metadata only.
 
     Args:
-        path: The checkpoint that was found: behind links, and the newest in a folder of several.
+        path: The checkpoint that was found: the target of links, or the newest in a run folder.
         layout: The name of the layout, as in ``checkpoint/layouts/``.
-        tensors: Every tensor, by its path in the state.
+        tensors: Every tensor, by its path in the state dict.
         objects: Every other entry, by its path.
-        nested: Tensors inside of other entries' values, where those were read anyway.
-        files: All files that belong to it, with their sizes in bytes.
-        remarks: Missing or odd parts that the user should know, and that are no error.
-        optimizer_at_root: torch < 2.3 wrote ``optimizers`` beside ``state``.
-        flat: The model is in FSDP1's flat parameters, without the parameters' names; only in layouts that
-            ranks wrote.
-        holds_only: The only entries that the layout can store, all tensors: those below this path; None for all.
-        name_prefix: What Composer's models put before the model's names; '' where these are Composer's.
-        hugging_face: The folder of a Hugging Face model, whose configuration is beside these weights.
-        metadata_crc32: Of metadata that every save writes anew, where records' own CRC32s are not read with it.
-        compressed: Of a tar or compressed file, whose tensors can be read only from an unpacked copy.
+        nested: Tensors inside of other entries' values, if these values were already read.
+        files: All files of the checkpoint, with their sizes in bytes.
+        remarks: Messages about missing or unusual parts that are not errors.
+        optimizer_at_root: Whether ``optimizers`` is at the root instead of below ``state``, as torch < 2.3 wrote it.
+        flat: Whether the model is saved as FSDP1's flat parameters, without names. Only in sharded layouts.
+        holds_only: The path below which all entries are, if the layout can store only tensors of this path; None
+            otherwise.
+        name_prefix: The prefix of the model's names in Composer's models; '' if the file has Composer's names.
+        hugging_face: The folder of a Hugging Face model, which has the configuration of these weights.
+        metadata_crc32: The CRC32 of metadata that every save writes, for layouts whose record CRC32s are not read.
+        compressed: Whether this is a tar or compressed file, whose tensors can be read only from an unpacked copy.
 
     Example:
         >>> torch.save({"state": {"model": nn.Linear(4, 2).state_dict()}}, "ep1.pt")
@@ -303,7 +305,7 @@ class CheckpointInventory:
 
     @cached_property
     def model(self) -> dict[str, TensorRecord | ObjectRecord]:
-        """The model's entries, by the names in the file; extra state may be an object."""
+        """The model's entries by their names in the file. A module's extra state may be an object."""
         found: dict[str, TensorRecord | ObjectRecord] = {}
         for path, record in self.entries.items():
             if path[:2] == MODEL and len(path) > 2:
@@ -334,7 +336,7 @@ class CheckpointInventory:
         return OptimizerContents(name=name, keyed_by=keyed_by, state=state)
 
     def groups(self, optimizer: str) -> list[dict[str, Any]]:
-        """``param_groups`` of one optimizer: hyperparameters, and ``params`` as the file names them."""
+        """``param_groups`` of one optimizer: hyperparameters, and the names in ``params`` as in the file."""
         groups = self.tree((*OPTIMIZERS, optimizer, "param_groups"))
         if groups is None:
             return []
@@ -345,14 +347,14 @@ class CheckpointInventory:
         return groups
 
     def tree(self, prefix: EntryPath) -> Any:
-        """The value below a path with its containers, tensors as ``TensorRecord``s; None without entries."""
+        """The nested value below a path, with ``TensorRecord``s in place of tensors; None if there are no entries."""
         length = len(prefix)
         below = {path[length:]: record for path, record in self.entries.items() if path[:length] == prefix}
         return tree_of(below, prefix)
 
     @cached_property
     def timestamp(self) -> dict[str, Any]:
-        """Epoch, batch, sample, token and so on, as numbers, where the checkpoint has them."""
+        """The timestamp as numbers: epoch, batch, sample, token and so on, if the checkpoint has them."""
         found = self.tree(("state", "timestamp"))
         inner = value_at(found, ("Timestamp",)) or found
         return dict(inner) if isinstance(inner, Mapping) else {}
@@ -363,13 +365,13 @@ class CheckpointInventory:
 
 
 def tree_of(entries: Mapping[EntryPath, TensorRecord | ObjectRecord], path: EntryPath = ()) -> Any:
-    """The value at a path that the entries below it make up, tensors as ``TensorRecord``s; None for none."""
+    """The nested value of the entries below a path, with ``TensorRecord``s for tensors; None without entries."""
     values = {path: each if isinstance(each, TensorRecord) else each.value() for path, each in entries.items()}
     return as_tree(values, path) if values else None
 
 
 def _extra_state(path: EntryPath) -> EntryPath:
-    """The path up to a module's extra state, which DCP takes apart where it is a dict."""
+    """The path of the module's extra state that contains ``path``. DCP flattens extra state that is a dict."""
     for end in range(3, len(path)):
         if str(path[end - 1]).rpartition(".")[2] == "_extra_state":
             return path[:end]

@@ -1,14 +1,14 @@
-"""One name for a parameter, whatever wrappers it was saved under."""
+"""Canonical names of parameters, without the prefixes of the wrappers under which they were saved."""
 
 import re
 
-# What FSDP1 calls a flat parameter, behind the wrapped module's path.
+# FSDP1's name of a flat parameter, after the wrapped module's path.
 FLAT_PARAMETER = "_flat_param"
 
-# What FSDP1, activation checkpointing and torch.compile put into a module's path.
+# The names that FSDP1, activation checkpointing and torch.compile insert into a module's path.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_fpw_module|_orig_mod)\.")
 
-# What wrappers of a whole model put before all names: nothing, Composer's HuggingFaceModel, DDP, and DDP around it.
+# The prefixes of models: none, of Composer's HuggingFaceModel, of DDP, and of DDP around HuggingFaceModel.
 MODEL_PREFIX = "model."
 PREFIXES = ("", MODEL_PREFIX, "module.", f"module.{MODEL_PREFIX}")
 
@@ -19,5 +19,5 @@ def canonical(name: str) -> str:
 
 
 def is_flat_parameter(name: object) -> bool:
-    """Whether a key, if it is a name, is that of an FSDP1 flat parameter: ``block._flat_param``."""
+    """Whether a key is the name of an FSDP1 flat parameter: ``block._flat_param``."""
     return isinstance(name, str) and name.rpartition(".")[2] == FLAT_PARAMETER

@@ -1,4 +1,4 @@
-"""A checkpoint: found and recognized once, unpacked where it must be, read into an inventory, on all ranks alike."""
+"""Open a checkpoint on all ranks: find it, recognize its layout, unpack it if necessary, and read its inventory."""
 
 import contextlib
 import gc
@@ -35,7 +35,7 @@ _MAX_DEPTH = 5  # run name, checkpoints, ep0-ba3, file
 
 
 class NotACheckpointError(CheckpointError):
-    """A path that does not exist, or is no checkpoint."""
+    """A path that does not exist, or is not a checkpoint."""
 
 
 class NoCheckpointError(NotACheckpointError, FileNotFoundError):
@@ -44,11 +44,11 @@ class NoCheckpointError(NotACheckpointError, FileNotFoundError):
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A checkpoint: the file or folder that holds it, its layout, and remarks on how it was found.
+    """A checkpoint that was found: its file or folder, its layout, and remarks on how it was found.
 
     Args:
-        unpacked_from: The packed file that the user knows it by, where this is a copy that will be gone.
-        fetch: Gets a file of a folder that is perhaps not on this machine yet; None where all are.
+        unpacked_from: The user's packed file, if this is a temporary unpacked copy.
+        fetch: Downloads a file of a folder unless it is already on this machine; None if all files are local.
     """
 
     path: Path
@@ -59,14 +59,14 @@ class Located:
 
     @property
     def files(self) -> list[Path]:
-        """The files at the path and, of a layout with several, beside it, without reading a folder's metadata."""
+        """All files of the checkpoint, including those next to the path. Does not read metadata."""
         others = self.path.rglob("*") if self.path.is_dir() else self.layout.files_beside(self.path)
         return [file for file in sorted({self.path, *others}) if file.is_file()]
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Candidate:
-    """One step's checkpoint in a run folder; a later one is greater."""
+    """The checkpoint of one step in a run folder. Comparison orders candidates by time."""
 
     batch: int
     epoch: int
@@ -75,15 +75,17 @@ class _Candidate:
 
 
 def find(path: str | Path) -> Located:
-    """The checkpoint behind a path.
+    """Find the checkpoint to which a path leads.
 
-    Followed are links of the file system, Composer's ``.symlink`` files and other small files with a relative
-    path (which must stay in their folder), ``{rank}`` (the first rank's), ``file://``; in a run folder the newest
-    complete checkpoint is taken: by batch, then epoch, then time of writing; if no name has a step, the target of a
-    pointer to the latest, or the only one.
+    Follows symbolic links, Composer's ``.symlink`` files and other small files with a relative path (which must stay in
+    their folder), ``{rank}`` (the first rank's file) and ``file://``. In a run folder it finds the newest complete
+    checkpoint: by batch, then epoch, then modification time. If no name contains a step, it finds the target of a
+    pointer to the latest checkpoint, or the only checkpoint.
 
     Raises:
-        NotACheckpointError: nothing is there, or a pointer leads nowhere, in circles or out of its folder.
+        NotACheckpointError: the path does not exist, or a pointer leads to no file, in a circle or out of its folder.
+
+    Does not communicate.
     """
     try:
         return _located(
@@ -91,12 +93,12 @@ def find(path: str | Path) -> Located:
         )
     except CheckpointError:
         raise
-    except (OSError, ValueError) as error:  # no permission, a name too long or with a NUL, a device
+    except (OSError, ValueError) as error:  # no permission, a name that is too long or contains a NUL, a device
         raise NotACheckpointError(f"{path}: {error}") from error
 
 
 def _located(existing: Path, in_folder: Callable[[Path], Located]) -> Located:
-    """The checkpoint that a path which is there leads to; ``in_folder`` finds it in a folder that is none itself."""
+    """The checkpoint to which an existing path leads. ``in_folder`` finds it in a folder of checkpoints."""
     found = _follow(existing)
     layout = recognized(found)
     if layout is None and found.is_file() and (layout := recognized(existing)) is not None:
@@ -126,10 +128,10 @@ def _local(path: str | Path) -> Path:
 
 
 def expanded(path: str | Path) -> Path:
-    """A path with ``~`` expanded; an unknown user is a name like any other, as in a shell.
+    """Expand ``~`` in a path. ``~name`` of an unknown user stays unchanged, as in a shell.
 
     Raises:
-        NotACheckpointError: no file can be called so.
+        NotACheckpointError: the path is not valid on the file system.
     """
     try:
         os.fsencode(path)
@@ -144,7 +146,7 @@ def expanded(path: str | Path) -> Path:
 
 
 def _existing(path: Path) -> Path:
-    """The path with ``{rank}`` replaced by the first rank's number, or Composer's ``.symlink`` file of that name."""
+    """Replace ``{rank}`` by the first rank's number; if there is no such file, try Composer's ``.symlink`` file."""
     if not os.path.lexists(path):
         path = Path(_RANKS.sub("0", str(path)))
     if os.path.lexists(path):
@@ -164,7 +166,7 @@ def _existing(path: Path) -> Path:
 
 
 def _follow(path: Path) -> Path:
-    """The path that links and pointer files lead to, whatever their number."""
+    """Follow links and pointer files to their end."""
     seen = set()
     while True:
         try:
@@ -182,7 +184,7 @@ def _follow(path: Path) -> Path:
 
 
 def _pointed_to(file: Path) -> Path | None:
-    """What a pointer file leads to; None if it is none."""
+    """The target of a pointer file; None for other files."""
     is_declared = file.suffix == ".symlink"
     if not file.is_file() or file.stat().st_size > _MAX_POINTER_BYTES:
         return None
@@ -207,9 +209,9 @@ def _pointed_to(file: Path) -> Path | None:
 
 
 def _beside(file: Path, parts: tuple[str, ...]) -> Path | None:
-    """The target of a relative path, from its file's folder or from a folder above whose name it begins with.
+    """The target of a relative path in the file's folder, or in a parent folder whose name starts the path.
 
-    Composer writes the object's name from the bucket's root: run/checkpoints/ep0-ba3, in run/checkpoints.
+    Composer writes paths relative to the bucket: run/checkpoints/ep0-ba3, in run/checkpoints.
     """
     for skipped in range(len(parts)):
         target = file.parent.joinpath(*parts[skipped:])
@@ -223,7 +225,7 @@ def _beside(file: Path, parts: tuple[str, ...]) -> Path | None:
 
 
 def _newest(folder: Path) -> Located | None:
-    """The newest complete checkpoint in a run folder; None if no name has a step."""
+    """The newest complete checkpoint in a run folder; None if no name contains a step."""
     skipped: list[str] = []
     for candidate in sorted(_candidates(folder), reverse=True):
         path, layout = _first_rank_file(candidate.path)
@@ -237,7 +239,7 @@ def _newest(folder: Path) -> Located | None:
 
 
 def _candidates(folder: Path, depth: int = 0) -> Iterator[_Candidate]:
-    """Folders and files named after a step, in this folder and those below."""
+    """Folders and files whose names contain a step, in this folder and below."""
     for entry in sorted(_entries(folder)):
         step = _STEP.search(entry.name)
         if step is None:
@@ -249,7 +251,7 @@ def _candidates(folder: Path, depth: int = 0) -> Iterator[_Candidate]:
 
 
 def _first_rank_file(entry: Path) -> tuple[Path, Layout | None]:
-    """Composer 0.15 wrote one file for each rank in a folder of the step's name."""
+    """The first rank's file in the folder of a step, in which Composer 0.15 wrote one file per rank."""
     layout = recognized(entry)
     if layout is None and entry.is_dir():
         file = next((file for file in sorted(_entries(entry)) if _FIRST_RANK.search(file.name)), None)
@@ -259,16 +261,16 @@ def _first_rank_file(entry: Path) -> tuple[Path, Layout | None]:
 
 
 def _latest(folder: Path) -> Located | None:
-    """The target of a pointer to the latest checkpoint; None without one."""
+    """The target of a pointer to the latest checkpoint; None if there is no pointer."""
     for pointer in sorted(folder.glob("latest*")):
         if not _LATER_RANK.search(pointer.name) and _follow(pointer) != pointer:
-            # In a folder that it leads to no pointer is followed: it could lead back.
+            # In the target folder no pointer is followed, because it could lead back.
             return _located(pointer, in_folder=lambda found: _newest(found) or _only(found))
     return None
 
 
 def _only(folder: Path) -> Located:
-    """The one file in a folder that is a checkpoint."""
+    """The only file in a folder that is a checkpoint."""
     files = [
         Located(file, layout)
         for file in sorted(_entries(folder))
@@ -294,7 +296,7 @@ _PREFIX = "composer_fsdp2-"  # of temporary folders
 
 @contextlib.contextmanager
 def as_errors_of(path: Path, unpacked_file: Path) -> Iterator[None]:
-    """Errors name the packed file, which the user knows, and not the temporary unpacked copy."""
+    """Within the block, replace the temporary unpacked copy by the user's packed file in error messages."""
     try:
         yield
     except CheckpointError as error:
@@ -304,7 +306,7 @@ def as_errors_of(path: Path, unpacked_file: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_gc() -> Iterator[None]:
-    """Without garbage collections, which take half of the time that millions of new objects take."""
+    """Disable garbage collection within the block. It would take half of the time to create millions of objects."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -315,10 +317,10 @@ def _without_gc() -> Iterator[None]:
 
 
 def inventory_of(located: Located, *, trust: bool = False) -> CheckpointInventory:
-    """The contents of a checkpoint, without reading tensor data or running a pickle; does not communicate.
+    """Read the contents of a checkpoint, without reading tensor data or executing a pickle. Does not communicate.
 
     Raises:
-        CheckpointError: damaged, incomplete, or with more than plain data and not trusted.
+        CheckpointError: the checkpoint is damaged, incomplete, or contains more than plain data and is not trusted.
     """
     packed = located.unpacked_from
     kind = f"{located.layout.name} as its writers leave it"
@@ -336,10 +338,10 @@ def inventory_of(located: Located, *, trust: bool = False) -> CheckpointInventor
 
 
 def unpack(located: Located, folder: Path) -> Located:
-    """The checkpoint itself, or a copy in a folder where it is compressed or in a tar file; does not communicate.
+    """Unpack a compressed or tar file into a folder. Other checkpoints are returned unchanged. Does not communicate.
 
     Raises:
-        CheckpointError: damaged, or its content is no checkpoint; names the packed file.
+        CheckpointError: the file is damaged, or does not contain a checkpoint; names the packed file.
     """
     if located.layout.unpack is None:
         return located
@@ -347,7 +349,7 @@ def unpack(located: Located, folder: Path) -> Located:
 
 
 def located_copy(located: Located, file: Path) -> Located:
-    """The unpacked copy of a packed checkpoint; raises CheckpointError as ``unpack`` does."""
+    """The unpacked copy of a packed checkpoint as a ``Located``. Raises CheckpointError as ``unpack`` does."""
     layout = recognized(file)
     if layout is None or layout.unpack is not None:
         raise CheckpointError(f"{located.path}: what is packed in it is {unrecognized(file)}")
@@ -361,7 +363,7 @@ def located_copy(located: Located, file: Path) -> Located:
 
 @contextlib.contextmanager
 def unpacked(located: Located) -> Iterator[Located]:
-    """``unpack`` into a temporary folder for the length of a with block; does not communicate."""
+    """Call ``unpack`` with a temporary folder, which exists within the block. Does not communicate."""
     with contextlib.ExitStack() as stack:
         if located.layout.unpack is not None:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=_PREFIX))
@@ -371,10 +373,11 @@ def unpacked(located: Located) -> Iterator[Located]:
 
 @contextlib.contextmanager
 def opened_checkpoint(located: Located, *, trust: bool = False) -> Iterator[CheckpointInventory]:
-    """A checkpoint whose tensors can be read; a compressed one is unpacked, once on each host, for the with block.
+    """Open a checkpoint so that its tensors can be read within the block. A packed one is unpacked once per host.
 
     Raises:
         CheckpointError: on all ranks; see ``inventory_of``.
+
     Called on all ranks, or in one process without a group; gathers a bool from each.
     """
     if all(all_gather_object(located.layout.unpack is None)):
@@ -393,27 +396,30 @@ def _read_together(located: Located, trust: bool) -> CheckpointInventory:
 
 
 def together(decide: Callable[[], T], fingerprint: Callable[[T], str] = lambda _: "") -> T:
-    """``decide`` on all ranks; if it raises on one, all raise CheckpointError. See ``agree``.
+    """Run ``decide`` on all ranks; if it raises on one, all raise CheckpointError. See ``agree``.
 
-    The others wait in a collective: for what takes seconds.
+    The other ranks wait in a collective, so ``decide`` should take no more than seconds.
     """
     return agree(_with_our_errors(decide), fingerprint, CheckpointError)
 
 
 def long_together(work: Callable[[], T], what: str, *, ranks: Collection[int] | None = None) -> T:
-    """``work`` that may take hours, on ``ranks``; if it raises on one, all raise CheckpointError. See ``long_work``.
+    """Run ``work``, which may take hours, on ``ranks`` (see ``long_work``). If it raises, all raise CheckpointError.
 
     Returns:
-        What ``work`` returned; None on a rank that is not in ``ranks``.
+        The result of ``work``; None on a rank that is not in ``ranks``.
     """
     return long_work(_with_our_errors(work), what, ranks=ranks, error_type=CheckpointError)  # type: ignore[return-value]
 
 
 def once_per_host(work: Callable[[], T], what: str, firsts: Sequence[int]) -> T:
-    """What ``work`` returns on the first rank of each host, on all ranks of the host; see ``long_together``.
+    """Run ``work`` on the first rank of each host, and return its result on all ranks of the host.
+
+    See ``long_together``.
 
     Args:
-        firsts: For each rank, the first one on its host.
+        firsts: For each rank, the first rank on its host.
+
     Called on all ranks; gathers the values.
     """
     values: list[Any] = all_gather_object(long_together(work, what, ranks=set(firsts)))
@@ -423,12 +429,14 @@ def once_per_host(work: Callable[[], T], what: str, firsts: Sequence[int]) -> T:
 
 @contextlib.contextmanager
 def folder_per_host(firsts: Sequence[int]) -> Iterator[Path]:
-    """A temporary folder that the ranks of a host share, removed once all ranks have left the with block.
+    """Create a temporary folder that the ranks of a host share. It is removed after all ranks have left the block.
 
     Args:
         firsts: As in ``once_per_host``.
     Raises:
-        CheckpointError: on all ranks: a host cannot make one.
+        CheckpointError: on all ranks, if a host cannot create one.
+
+    Called on all ranks.
     """
     folder = Path(once_per_host(lambda: tempfile.mkdtemp(prefix=_PREFIX), "making a folder", firsts))
     try:
@@ -461,7 +469,7 @@ _REPEATS = 8
 
 
 def _refuse_repeats(inventory: CheckpointInventory) -> None:
-    """Raise where tensors would take far more memory than the files have bytes."""
+    """Raise if tensors would take far more memory than the files have bytes, as views of the same bytes do."""
     num_bytes = sum(record.num_bytes for record in (*inventory.tensors.values(), *inventory.nested.values()))
     budget = Budget.of(inventory.path, more_bytes=_REPEATS * inventory.num_bytes)
     budget.spend(f"its tensors, views of the same bytes, of {num_bytes} bytes", num_bytes=num_bytes)

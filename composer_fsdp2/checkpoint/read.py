@@ -1,4 +1,4 @@
-"""Reads any box of any tensor in a checkpoint, and no other bytes."""
+"""Read any box of any tensor in a checkpoint, and no other bytes."""
 
 import ctypes
 import math
@@ -22,19 +22,19 @@ from composer_fsdp2.errors import CheckpointError
 
 # One read: large enough for the disk, small enough that its CRC is computed in the CPU's cache.
 SLICE_BYTES = 4 << 20
-# A strided tensor is read with its gaps, if that is less than this; else run by run.
+# A strided tensor is read including its gaps if that is less than this; otherwise range by range.
 _GAP_BYTES = 1 << 20
 _MAX_OPEN_FILES = 32
 
 
 @dataclass(slots=True)
 class Reader:
-    """Reads boxes of tensors and records the ranges that it read, which are checked later. Use it in a with block.
+    """Reads boxes of tensors, and records the ranges that it read, to be checked later. Use it in a with block.
 
     Attributes:
-        num_bytes: Tensor data read so far.
-        parts: Every range read, with its CRC32.
-        is_in_order: False once a tensor was read that is not row-major in its file.
+        num_bytes: The number of bytes of tensor data that were read.
+        parts: Every range that was read, with its CRC32.
+        is_in_order: Whether all tensors that were read are row-major in their files.
     """
 
     num_bytes: int = 0
@@ -53,10 +53,10 @@ class Reader:
         self._files.clear()
 
     def read(self, record: TensorRecord, box: Box, out: torch.Tensor) -> None:
-        """Fill ``out`` with a box of the tensor.
+        """Read a box of a tensor into ``out``.
 
         Args:
-            out: On the CPU, of the box's sizes and the record's dtype; contiguous, or a view of such a tensor.
+            out: On the CPU, with the box's sizes and the record's dtype; contiguous, or a view of a contiguous tensor.
         Raises:
             CheckpointError: a file ends too early, or an entry contradicts its metadata.
         """
@@ -79,7 +79,7 @@ class Reader:
             self._read_strided(source.blob, first, source.stride, view)
 
     def _locate(self, chunk: Chunk, record: TensorRecord) -> Strided:
-        """The place of a chunk's bytes; an archive is opened once, however many boxes are read from it."""
+        """The byte range of a chunk. Each archive is opened once, for any number of boxes that are read from it."""
         assert not isinstance(chunk.source, InMemory)
         if isinstance(chunk.source, Strided):
             return chunk.source
@@ -96,7 +96,7 @@ class Reader:
         return self._located[key]
 
     def place_of(self, blob: Blob) -> tuple[Path, int]:
-        """The ``place`` of the source that a record was read from."""
+        """The ``place`` of the source from which a record was read."""
         return self._places.get(blob, (blob.path, blob.offset))
 
     def read_full(self, record: TensorRecord) -> torch.Tensor:
@@ -107,13 +107,13 @@ class Reader:
 
     def _read_flat(self, record: TensorRecord, flat: FlatRange, box: Box, out: torch.Tensor) -> None:
         for start, view in _runs(record.shape, box, out):
-            run = view.reshape(-1)  # mostly a view: runs of a contiguous tensor are contiguous
+            run = view.reshape(-1)  # mostly a view: ranges of a contiguous tensor are contiguous
             self.read(flat.flat, Box((flat.start + start,), (run.numel(),)), run)
             if run.data_ptr() != view.data_ptr():
                 view.copy_(run.view_as(view))
 
     def _read_strided(self, blob: Blob, first: int, stride: tuple[int, ...], out: torch.Tensor) -> None:
-        """Elements of a blob, from ``first`` on with these strides, into ``out``."""
+        """Read elements of a blob into ``out``, starting at ``first``, with these strides."""
         if out.numel() == 0:
             return
         out, steps = _in_order_of_file(out, stride)
@@ -127,7 +127,7 @@ class Reader:
             self._read_bytes(blob, first * itemsize, bytes_of(out))
         elif span * itemsize <= _GAP_BYTES or (span == out.numel() and out.dim() <= 1):
             self._read_with_gaps(blob, first, span, steps, out)
-        elif out.dim() == 1:  # far apart, or many: piece by piece
+        elif out.dim() == 1:  # large gaps, or many elements: piece by piece
             size = max(1, _GAP_BYTES // itemsize // steps[0])
             for at in range(0, out.shape[0], size):
                 self._read_strided(blob, first + at * steps[0], steps, out[at : at + size])
@@ -136,10 +136,10 @@ class Reader:
                 self._read_strided(blob, first + at * steps[0], steps[1:], out[at])
 
     def _read_with_gaps(self, blob: Blob, first: int, span: int, steps: tuple[int, ...], out: torch.Tensor) -> None:
-        """A small range of the file, with the elements between the requested ones."""
+        """Read a small range of the file, including the elements between the requested ones."""
         self.is_in_order = False
         itemsize = out.element_size()
-        # Ranks with column shards read overlapping ranges, which add up to no CRC32: so all of a small record.
+        # Ranks with column shards read overlapping ranges, whose CRC32s cannot be summed: read all of a small record.
         is_small = blob.num_bytes <= _GAP_BYTES and blob.num_bytes % itemsize == 0
         start, numel = (0, blob.num_bytes // itemsize) if is_small else (first, span)
         buffer = torch.empty(numel, dtype=out.dtype)
@@ -149,7 +149,7 @@ class Reader:
         out.copy_(buffer.as_strided(out.shape, steps, first - start))
 
     def _read_bytes(self, blob: Blob, start: int, out: memoryview) -> None:
-        """``len(out)`` bytes of the blob from its byte ``start`` on."""
+        """Read ``len(out)`` bytes of the blob, starting at byte ``start``."""
         if start < 0 or start + len(out) > blob.num_bytes:
             raise CheckpointError(
                 f"{blob.path}: bytes {start} to {start + len(out)} of a record of {blob.num_bytes} bytes are needed"
@@ -181,7 +181,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def materialized(value: Any, reader: Reader) -> Any:
-    """A nested value with its ``TensorRecord``s read as tensors."""
+    """Read the ``TensorRecord``s in a nested value as tensors."""
     return mapped(value, lambda part, _: reader.read_full(part) if isinstance(part, TensorRecord) else part)
 
 
@@ -190,7 +190,7 @@ def _is_row_major(stride: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
 
 
 def _in_order_of_file(out: torch.Tensor, stride: tuple[int, ...]) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """A view whose dimensions are ordered from the widest steps in the file to the smallest, and these steps.
+    """A view of ``out`` with dimensions ordered by decreasing stride in the file, and these strides.
 
     Dimensions of one element do not affect the order, and are removed.
     """
@@ -201,7 +201,10 @@ def _in_order_of_file(out: torch.Tensor, stride: tuple[int, ...]) -> tuple[torch
 
 
 def _runs(shape: tuple[int, ...], box: Box, out: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """A box of a contiguous tensor as row-major contiguous runs: (first element's number, its part of ``out``)."""
+    """Split a box of a contiguous tensor into contiguous ranges.
+
+    Yields the index of the first element, and the part of ``out``.
+    """
     inner = math.prod(shape[1:])
     if box.sizes[1:] == shape[1:]:
         yield (box.offsets[0] * inner if shape else 0), out

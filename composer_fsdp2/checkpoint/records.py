@@ -1,4 +1,4 @@
-"""Whether a record matches its CRC32, whatever parts of it were read, by which ranks and how often."""
+"""Check records against their CRC32s, from the parts that any ranks have read, in any order."""
 
 import functools
 import itertools
@@ -11,13 +11,13 @@ from composer_fsdp2.checkpoint.archive.disk import opened
 from composer_fsdp2.checkpoint.archive.torch_archive import Blob
 from composer_fsdp2.errors import CheckpointError
 
-# Bytes of a record from its start, from one to before another, and their CRC32 where they were read.
+# (first byte, end, CRC32 when it was read) of a range of a record.
 Range: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class ReadRange:
-    """Some bytes of a record, counted from its start, and their CRC32 when they were read."""
+    """A range of bytes of a record, relative to its start, and the CRC32 of the bytes that were read."""
 
     blob: Blob
     start: int
@@ -26,9 +26,9 @@ class ReadRange:
 
 
 def ranges_by_record(ranges: Iterable[ReadRange]) -> tuple[dict[Blob, set[Range]], int]:
-    """The ranges read of each record with a CRC32, and the number of bytes read of records without one.
+    """The ranges that were read of each record with a CRC32, and the number of bytes read of records without one.
 
-    Several tensors may be one run of bytes, as the step counts of FSDP1's flat parameters are; it counts once.
+    Several tensors may be the same bytes, as the step counts of FSDP1's flat parameters are. These count once.
     """
     found: dict[Blob, set[Range]] = {}
     for read in ranges:
@@ -41,14 +41,14 @@ _SLICE_BYTES = 4 << 20
 
 
 def damage_of(blob: Blob, ranges: Iterable[Range]) -> str | None:
-    """The damage of a record, or of the ranges that were read of it; None if both are as written.
+    """Describe the damage of a record, or of the ranges that were read of it; None if the CRC32 matches.
 
-    Where the ranges do not overlap, the gaps between them are read here, and nothing twice. Else all of the record is,
-    and every range is compared with it.
+    If the ranges do not overlap, only the gaps between them are read. Otherwise the entire record is read, and every
+    range is compared with it.
 
     Args:
-        blob: With a CRC32.
-        ranges: Everything that was read, by all ranks; the same one may be there twice.
+        blob: The record; it has a CRC32.
+        ranges: All ranges that were read, by all ranks, possibly with repetitions.
     """
     found = sorted(set(ranges))
     try:
@@ -64,7 +64,7 @@ def damage_of(blob: Blob, ranges: Iterable[Range]) -> str | None:
 
 
 def _joined(blob: Blob, ranges: Sequence[Range]) -> int:
-    """The record's CRC32, from those of parts that do not overlap, and the bytes between them."""
+    """The record's CRC32, combined from those of ranges that do not overlap and from the bytes between them."""
     crc32, at = 0, 0
     for start, end, part in [*ranges, (blob.num_bytes, blob.num_bytes, 0)]:
         for data in _slices(blob, at, start):
@@ -74,9 +74,9 @@ def _joined(blob: Blob, ranges: Sequence[Range]) -> int:
 
 
 def _compared(blob: Blob, ranges: Sequence[Range]) -> tuple[int, Range | None]:
-    """The record's CRC32 as it is now, and the first range that was read otherwise.
+    """The record's current CRC32, and the first range that had different bytes when it was read.
 
-    A range's CRC32 follows from those of the record up to its two ends: nothing is read, or stored, for each range.
+    A range's CRC32 follows from those of the record up to its two ends, so no range is read or stored separately.
     """
     ends = sorted({0, blob.num_bytes}.union(*({start, end} for start, end, _ in ranges)))
     crc32, up_to = 0, {0: 0}
@@ -89,7 +89,7 @@ def _compared(blob: Blob, ranges: Sequence[Range]) -> tuple[int, Range | None]:
 
 
 def _slices(blob: Blob, start: int, end: int) -> Iterator[bytes]:
-    """The bytes of a record from ``start`` to before ``end``, some at a time."""
+    """Read the bytes of a record from ``start`` to ``end`` (exclusive), in slices."""
     if start == end:
         return
     with opened(blob.path) as file:
@@ -105,14 +105,14 @@ def _slices(blob: Blob, start: int, end: int) -> Iterator[bytes]:
 # ---------------------------------------------------------------------------------------------------------------------
 # CRC32s of parts. The CRC of A followed by B is ``shifted(crc(A), len(B)) ^ crc(B)``: appending B multiplies A's
 # remainder by x^(8 len(B)) modulo the CRC's polynomial (Mark Adler, zlib's ``crc32_combine``). So each part adds one
-# number, whatever the order.
+# number, in any order.
 
 _POLYNOMIAL = 0xEDB88320  # CRC-32 of zip and zlib, bits reflected: bit 31 is x^0
 _ONE = 1 << 31
 
 
 def shifted(crc: int, num_bytes: int) -> int:
-    """What a part's CRC32 adds to that of all, when ``num_bytes`` follow it."""
+    """The contribution of a part's CRC32 to the total CRC32, if ``num_bytes`` follow the part."""
     return _multiply(_power(num_bytes), crc) if num_bytes else crc
 
 

@@ -1,7 +1,6 @@
-"""Whether tensors of a checkpoint are the same bytes, from metadata alone: how tied weights show.
+"""Detect tensors of a checkpoint that have the same bytes (tied weights), from metadata only.
 
-Each record has a key, so that many are compared by looking them up: a mixture of experts has 18,432 matrices of one
-shape.
+Records are looked up by a key instead of compared in pairs: a mixture of experts has 18,432 matrices of one shape.
 """
 
 from collections.abc import Hashable
@@ -15,18 +14,18 @@ T = TypeVar("T")
 
 
 def storage_key(record: TensorRecord) -> Hashable:
-    """Equal for the same view of the same bytes, as ``torch.save`` leaves tied weights."""
+    """A key that is equal for equal views of the same bytes, as ``torch.save`` stores tied weights."""
     form = _form(record)
     return id(record) if form is None else (form, tuple(chunk.source for chunk in record.chunks))
 
 
 class SameBytes(Generic[T]):
-    """Items with their records, among which the first one with the same bytes is found without a pass over all."""
+    """Maps records to items. Finds the first item whose record has the same bytes, without comparing all records."""
 
     def __init__(self) -> None:
         self._items: list[T] = []
         self._by_storage: dict[Hashable, int] = {}
-        # By form, which must be equal before a content is looked at: that may have to be read.
+        # By form: contents, which may have to be read, are compared only if the forms are equal.
         self._unread: dict[Hashable, list[tuple[int, TensorRecord]]] = {}
         self._by_content: dict[Hashable, dict[Hashable, int]] = {}
 
@@ -39,10 +38,11 @@ class SameBytes(Generic[T]):
             self._by_content.setdefault(form, {})
 
     def first(self, record: TensorRecord, *, copies: bool) -> T | None:
-        """The first item whose record is the same storage; None without one.
+        """The first item whose record is the same storage; None if not found.
 
         Args:
-            copies: Or has the same content, which CRC32s show; two tensors can be equal without being tied, as of ones.
+            copies: Also accept an item with equal contents, by CRC32s. Tensors may be equal without being tied, such as
+                ones.
         """
         found = [self._by_storage.get(storage_key(record))]
         form = _form(record)
@@ -55,7 +55,7 @@ class SameBytes(Generic[T]):
 
 
 def same_content(a: object, b: object) -> bool | None:
-    """Whether two entries for one parameter are equal; None if that takes reading them."""
+    """Whether two entries for one parameter are equal; None if they must be read to decide that."""
     if not isinstance(a, TensorRecord) or not isinstance(b, TensorRecord):
         return None
     if (a.shape, a.dtype) != (b.shape, b.dtype):
@@ -75,30 +75,30 @@ def same_content(a: object, b: object) -> bool | None:
 
 
 def _form(record: TensorRecord) -> Hashable | None:
-    """The shape, dtype and boxes, without which contents are not compared; None for tensors in memory."""
+    """The shape, dtype and boxes, which must be equal to compare contents. None for tensors in memory."""
     if not record.chunks or not all(isinstance(chunk.source, Strided | NestedArchive) for chunk in record.chunks):
         return None
     return record.shape, record.dtype, tuple((chunk.offsets, chunk.sizes) for chunk in record.chunks)
 
 
 def _content_key(record: TensorRecord) -> Hashable:
-    """Equal for equal contents of one form; where a chunk has no CRC32, the record's own."""
+    """A key that is equal for equal contents of the same form. For a chunk without a CRC32 it is the record's own."""
     fingerprints = tuple(_fingerprint(chunk, record.dtype) for chunk in record.chunks)
     return id(record) if None in fingerprints else fingerprints
 
 
 def _record_fingerprint(chunk: Chunk, dtype: torch.dtype) -> tuple[object, ...] | None:
-    """A chunk's fingerprint if it is all of its record, CRC32 first; None if no CRC32 is stored, or not here."""
+    """The fingerprint of a chunk that is a complete record, with its CRC32 first; None if no CRC32 is available."""
     source = chunk.source
     assert isinstance(source, Strided | NestedArchive)
     if isinstance(source, NestedArchive) and source.folder.fetch is not None:
-        return None  # it may be here and not on another machine, whose ranks must come to the same result
+        return None  # it may be missing on another machine, whose ranks must get the same result
     is_all_of_record = source.locate(chunk, dtype).blob.num_bytes == chunk.numel * dtype.itemsize
     return _fingerprint(chunk, dtype) if is_all_of_record else None
 
 
 def _fingerprint(chunk: Chunk, dtype: torch.dtype) -> tuple[object, ...] | None:
-    """Equal for chunks of equal content; None if the file has no CRC32 for it."""
+    """A value that is equal for chunks of equal contents; None if the file has no CRC32 for the chunk."""
     assert isinstance(chunk.source, Strided | NestedArchive)
     source = chunk.source.locate(chunk, dtype)
     blob = source.blob

@@ -1,4 +1,4 @@
-"""What a model wants from a checkpoint: its tensors under all of their names, and this rank's part of each."""
+"""The tensors of a model that a checkpoint is loaded into: all of their names, and this rank's shard of each."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -23,10 +23,10 @@ _EXTRA_STATE = "_extra_state"
 
 @dataclass(frozen=True, slots=True)
 class LocalBox(Box):
-    """This rank's shard of a tensor, and the ranks with the same shard.
+    """This rank's shard of a tensor, and the ranks that have the same shard.
 
     Args:
-        like: A DTensor or tensor that is laid out so.
+        like: A tensor with the same mesh and placements, or a plain tensor.
     """
 
     like: torch.Tensor
@@ -39,9 +39,9 @@ class LocalBox(Box):
 
     @property
     def replica_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The groups of ranks with this shard, one for each axis of the mesh along which it is replicated.
+        """The process groups of the ranks with this shard, one for each axis of the mesh along which it is replicated.
 
-        A tensor that is not a DTensor is unsharded on every rank.
+        A plain tensor is replicated on every rank.
         """
         if not isinstance(self.like, DTensor):
             return (dist.group.WORLD,) if dist.is_initialized() and dist.group.WORLD is not None else ()
@@ -60,7 +60,7 @@ class LocalBox(Box):
         return number
 
     def rebuilt(self, local: torch.Tensor) -> torch.Tensor:
-        """This rank's part as a tensor of the same layout; does not communicate."""
+        """Make a DTensor (or a plain tensor) from this rank's shard. Does not communicate."""
         if not isinstance(self.like, DTensor):
             return local
         return with_local_tensor(self.like, local)
@@ -71,8 +71,8 @@ class TensorTarget:
     """One tensor of a model, under every name that it has in ``state_dict()``.
 
     Args:
-        value: As the state dict shows it, which may be a copy: of buffers in the dtype that they were saved in.
-        live: What the model computes with.
+        value: The tensor in the state dict. It may be a copy, as for buffers that are saved in another dtype.
+        live: The tensor with which the model computes.
     """
 
     names: tuple[str, ...]
@@ -98,17 +98,17 @@ class TensorTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelTarget:
-    """Everything in a model's ``state_dict()``, without repetition.
+    """The entries of a model's ``state_dict()``, each once.
 
     Args:
         tensors: Parameters and persistent buffers.
-        extra: Names of extra state, and the modules that take it (``set_extra_state``).
-        leafless: Names of extra state without leaves, which a sharded checkpoint does not store.
-        others: Names of entries that a hook on ``state_dict`` added. ``load_state_dict`` itself takes none of them.
+        extra: The modules that load extra state (``set_extra_state``), by its name.
+        leafless: The names of extra state without leaves, which a sharded checkpoint does not store.
+        others: The names of entries that a ``state_dict`` hook added. ``load_state_dict`` does not load them itself.
         parameters: By every canonical name.
-        custom_loading: What ``load_state_dict`` runs beside torch's own code, by the module's canonical path.
+        custom_loading: The functions besides torch's own that ``load_state_dict`` runs, by the module's canonical path.
         keys: The state dict's own keys, by canonical name.
-        versions: Of the modules, as the state dict has them.
+        versions: The versions of the modules in the state dict.
     """
 
     tensors: tuple[TensorTarget, ...]
@@ -121,7 +121,7 @@ class ModelTarget:
     versions: Any
 
     def is_loadable(self, name: str) -> bool:
-        """Whether code of the user's may take an entry of ``others``: a module's own, or that of one around it."""
+        """Whether an entry of ``others`` is below a module with its own loading code, which may load it."""
         return any(not path or name.startswith(f"{path}.") for path in self.custom_loading)
 
     def names(self) -> Iterable[str]:
@@ -132,7 +132,7 @@ class ModelTarget:
 
 
 def model_target(model: nn.Module) -> ModelTarget:
-    """Read the state dict of ``model``, whose entries it can load; call ``reshard`` before. Does not communicate."""
+    """Read the names and tensors of ``model`` from its state dict. Call ``reshard`` before. Does not communicate."""
     state: dict[str, Any] = model.state_dict()
     tied = {canonical(name): tuple(map(canonical, names)) for names in tie_groups(model) for name in names}
     modules = {
@@ -165,7 +165,7 @@ def model_target(model: nn.Module) -> ModelTarget:
 
 
 def _renamed(others: Mapping[str, Any], live: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The model's tensors that a hook on ``state_dict`` shows under other names."""
+    """The model's tensors that a ``state_dict`` hook has renamed."""
 
     def memory(tensor: torch.Tensor) -> tuple[int, torch.Size]:
         return local_tensor(tensor).data_ptr(), tensor.shape

@@ -1,4 +1,4 @@
-"""Nested values of dicts, lists and tuples: where their leaves are, and the same value with other leaves."""
+"""Nested dicts, lists and tuples: the paths of their leaves, and copies with other leaves."""
 
 import copy
 import itertools
@@ -10,11 +10,11 @@ EntryPath: TypeAlias = tuple[str | int, ...]
 
 
 def dotted(path: EntryPath) -> str:
-    """``('state', 'model', 'wte.weight')`` as ``state.model.wte.weight``, DCP's key for it."""
+    """Join a path as DCP does: ``('state', 'model', 'wte.weight')`` as ``state.model.wte.weight``."""
     return ".".join(map(str, path))
 
 
-# A container's parts with their keys or numbers; None for a leaf.
+# The children of a container with their keys or indices; None for a leaf.
 Parts: TypeAlias = Iterable[tuple[str | int, Any]] | None
 
 
@@ -26,7 +26,7 @@ def parts_of(value: Any) -> Parts:
 
 
 def value_at(value: Any, path: Iterable[str | int]) -> Any:
-    """The value at a path of keys of dicts; None without one."""
+    """The value at a path of dict keys; None if not found."""
     for key in path:
         value = value.get(key) if isinstance(value, Mapping) else None
     return value
@@ -35,7 +35,7 @@ def value_at(value: Any, path: Iterable[str | int]) -> Any:
 def leaves(
     value: Any, path: EntryPath = (), parts: Callable[[Any], Parts] = parts_of
 ) -> Iterator[tuple[EntryPath, Any]]:
-    """Everything in a nested value that has no parts, in order, with its path."""
+    """Iterate over the leaves of a nested value in order, with their paths."""
     inside = parts(value)
     if inside is None:
         yield path, value
@@ -45,7 +45,7 @@ def leaves(
 
 
 def mapped(value: Any, leaf: Callable[[Any, EntryPath], Any], path: EntryPath = ()) -> Any:
-    """A nested value with ``leaf(part, path)`` for each leaf, in new containers of the same classes.
+    """Copy a nested value with ``leaf(part, path)`` in place of each leaf. Containers have the same classes.
 
     Named tuples are leaves.
     """
@@ -57,7 +57,7 @@ def mapped(value: Any, leaf: Callable[[Any, EntryPath], Any], path: EntryPath = 
 
 
 def _of_class_of(like: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
-    """``parts`` as an OrderedDict, a Counter or a defaultdict with its factory, as ``like`` is one."""
+    """Convert ``parts`` to an OrderedDict, a Counter or a defaultdict with the same factory, if ``like`` is one."""
     if type(like) is dict or not isinstance(like, dict):
         return parts
     same = copy.copy(like)
@@ -73,13 +73,13 @@ def _of_class_of(like: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
 
 
 def fitted(found: Any, live: Any) -> Any:
-    """A value of ``as_tree`` in the containers of the live value whose entries it replaces.
+    """Convert a result of ``as_tree`` to the containers of the live value that it replaces.
 
     Keys, classes of dicts and empty containers are those of ``live``; see [Note: flattened state]. Every leaf is the
-    file's: entries of ``live`` without a place in ``found`` are left out, unless they have no leaves.
+    file's. Entries of ``live`` without a counterpart in ``found`` are dropped, unless they have no leaves.
     """
     if isinstance(live, list) and isinstance(found, dict):
-        if found == {}:  # as_tree's placeholder for a position without leaves
+        if found == {}:  # as_tree's placeholder for an index without leaves
             found = [{} for part in live if isinstance(part, Mapping | list)] or found
         elif all(isinstance(key, int) and 0 <= key < len(live) for key in found):
             found = [found.get(number, {}) for number in range(max(found) + 1)]
@@ -101,28 +101,28 @@ def fitted(found: Any, live: Any) -> Any:
 
 
 def is_leafless(value: Any) -> bool:
-    """Whether flattening leaves nothing of it: an empty dict, or a list of them. An empty list is a leaf."""
+    """Whether a value has no leaves: an empty dict, or a list of empty dicts. An empty list is a leaf."""
     if isinstance(value, list):
         return bool(value) and all(map(is_leafless, value))
     return isinstance(value, Mapping) and all(map(is_leafless, value.values()))
 
 
-# Texts of Hugging Face's JSON files and of the machine; their keys are text in any case.
+# Hugging Face's JSON files and the machine's description, in which all keys are text.
 _TEXT_KEYS: tuple[EntryPath, ...] = (("state", "integrations"), ("state", "metadata"))
 # MultiStepLR's, also within SequentialLR and ChainedScheduler, which call a Counter's methods.
 _SCHEDULERS: EntryPath = ("state", "schedulers")
 _COUNTERS = ("milestones",)
-_MAX_EMPTY = 1024  # in one list: a hostile position would take unlimited memory; beyond, a dict by position
+_MAX_EMPTY = 1024  # in one list, because a hostile index could take unlimited memory; beyond it, a dict by index
 
 
 def as_tree(found: Mapping[EntryPath, Any], path: EntryPath = ()) -> Any:
-    """Nested dicts and lists from paths: a number is a position in a list, text a key (``optimizers.*.state`` aside).
+    """Build nested dicts and lists from paths: a number in a path is an index of a list, text a key of a dict.
 
-    A leaf that is a dict itself, beside others below the same path, takes them in. See [Note: flattened state]: a
-    position without an entry was an empty dict, and a key that is a number was an int.
+    If a leaf is a dict and there are other paths below its own, their values are added to it. See [Note: flattened
+    state]: an index without an entry was an empty dict, and a key that is the text of an int was an int.
 
     Args:
-        path: The value's own, in the state dict.
+        path: The path of the value in the state dict. Below some paths all keys are text.
     """
     if set(found) == {()}:
         return found[()]
@@ -143,7 +143,7 @@ def as_tree(found: Mapping[EntryPath, Any], path: EntryPath = ()) -> Any:
 
 
 def integer_keys(paths: Iterable[EntryPath]) -> Iterator[EntryPath]:
-    """The dicts whose keys ``as_tree`` takes for ints, by entries' paths; neither optimizers' nor weights' names."""
+    """The dicts whose keys ``as_tree`` converts to ints, from entries' paths; excludes optimizers and weights."""
     for path in paths:
         if path[1:2] == ("optimizers",) or path[:2] in _TEXT_KEYS:
             continue
@@ -152,5 +152,5 @@ def integer_keys(paths: Iterable[EntryPath]) -> Iterator[EntryPath]:
 
 
 def _is_integer(key: str | int) -> bool:
-    """Whether a key is the text of an int, as Python writes one."""
+    """Whether a key is an int in Python's notation."""
     return isinstance(key, str) and len(key) <= 20 and key.lstrip("-").isdecimal() and key == str(int(key))

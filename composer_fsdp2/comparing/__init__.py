@@ -1,1 +1,1 @@
-"""Whether a run trains on FSDP2 as on FSDP1: the same file on both, side by side, with a verdict and a report."""
+"""Compare the training of one file on FSDP1 and on FSDP2: run both, judge the differences, and write a report."""

@@ -1,4 +1,4 @@
-"""A comparison from its first run to its report: runs in turn, the verdict, and a folder with the report."""
+"""Run a comparison: the runs one after another, the verdict, and a folder with the report."""
 
 import contextlib
 import importlib.util
@@ -21,17 +21,17 @@ from composer_fsdp2.comparing.provenance import checkpoint_hash, data_hash, hash
 from composer_fsdp2.comparing.run_record import RunRecord
 from composer_fsdp2.errors import ConfigError
 
-# Called with a run's title and the number of batches that are done.
+# Called with a run's title and the number of completed batches.
 Show = Callable[[str, int], None]
 
 
 def compare(options: Options, output: Path | None, show: Show) -> Outcome:
-    """Run the file on FSDP1, on FSDP2 and on FSDP1 again, judge, and write the report.
+    """Run the file on FSDP1, on FSDP2 and on FSDP1 again, judge the differences, and write the report.
 
     Args:
-        output: A new or empty folder for the report and the logs; None: nothing is written.
+        output: A new or empty folder for the report and the logs; None writes neither.
     Raises:
-        ConfigError: the options cannot be used, and nothing was started; or the report cannot be written.
+        ConfigError: the options are invalid, before any run starts; or the report cannot be written.
     """
     _check(options, output)
     with interruptions() as check, _folder(output) as folder:
@@ -71,7 +71,7 @@ def _judged(runs: Sequence[RunRecord], options: Options, folder: Path | None) ->
     try:
         quantities, causes = judge(runs, tolerance=options.tolerance)
         picture = draw(folder / "report.png", runs) if folder else ""
-    except Exception:  # a fault of ours: the report with the records of hours of runs is written all the same
+    except Exception:  # a bug of ours: still write the report, which has the records of hours of runs
         error = f"the runs ended, but comparing them failed; report.json has them\n{traceback.format_exc()}"
         return {"verdict": Verdict.UNUSABLE, "error": error}
     verdict = Verdict.SAME if all(each.is_same for each in quantities) else Verdict.DIFFERENT
@@ -104,7 +104,7 @@ def _check(options: Options, output: Path | None) -> None:
         elif not os.access(parent, os.W_OK):
             problems.append(f"-o {output}: {parent} cannot be written")
         elif output.exists() and not (output.is_dir() and not any(output.iterdir())):
-            # Nor an earlier report, which may be signed.
+            # Do not overwrite an earlier report, which may be signed.
             exists = report if report.exists() else output
             problems.append(
                 f"-o {output}: {exists} exists and is not overwritten; give another folder, or move it away"

@@ -1,4 +1,4 @@
-"""The batch whose collectives and memory are counted, to be compared with a prediction."""
+"""The batch whose collectives and memory are measured, for comparison with a prediction."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ from composer_fsdp2.sharding.plan import ShardingPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountedBatch:
-    """Rank 0's view of it.
+    """The measured batch as rank 0 sees it.
 
     Args:
-        plan: The ranks' own, resolved for ``num_ranks``.
-        model: The model before it was sharded, without values; None where it cannot be copied.
-        microbatch: The first one, on the meta device.
+        plan: The plan of the run, resolved for ``num_ranks``.
+        model: The model before it was sharded, on the meta device; None if it cannot be copied.
+        microbatch: The first microbatch, on the meta device.
         is_uniform: Whether all microbatches have the same shapes.
-        is_auto: Whether the file leaves the microbatch size to Composer, and the comparison set 1.
-        precision: Composer's name for it.
+        is_auto: Whether the file sets the microbatch size to ``auto``, and the comparison therefore set 1.
+        precision: Composer's name of the precision.
     """
 
     options: Options
@@ -44,12 +44,12 @@ Predict = Callable[[CountedBatch], Prediction]
 
 
 def counted(calls: Iterable[Sent]) -> tuple[CollectiveCount, ...]:
-    """Calls of each operator and dtype; barriers and the like are left out."""
+    """Count the calls of each operator and dtype. Barriers and other calls without data are excluded."""
     return collective_counts((each.op, each.dtype, each.num_bytes) for each in calls if each.op and each.dtype)
 
 
 def collective_counts(calls: Iterable[tuple[str, str, int]]) -> tuple[CollectiveCount, ...]:
-    """Calls, each an operator, a dtype and bytes, summed by operator and dtype."""
+    """Sum the calls by operator and dtype. Each call is an operator, a dtype and a number of bytes."""
     sizes: dict[tuple[str, str], list[int]] = {}
     for op, dtype, num_bytes in calls:
         sizes.setdefault((op, dtype), []).append(num_bytes)

@@ -1,4 +1,4 @@
-"""Losses and gradient norms of the runs as a picture, where matplotlib is installed."""
+"""A plot of the losses and gradient norms of the runs, if matplotlib is installed."""
 
 import importlib
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _STYLES: Sequence[dict[str, Any]] = (
 
 
 def draw(path: Path, runs: Sequence[RunRecord]) -> str:
-    """Write the picture; returns "", or why it is missing."""
+    """Write the plot. Return "", or the reason why it was not written."""
     try:
         # Nothing else needs it, so it is not installed with the project.
         backend: Any = importlib.import_module("matplotlib.backends.backend_agg")

@@ -1,6 +1,6 @@
 """Parameters, optimizer state and buffers of a sharded model, FSDP1's or FSDP2's, as full tensors by canonical names.
 
-FSDP1's own full state dict ends the process without a GPU (torch 2.7.0), so the shards are gathered here, one
+FSDP1's own full state dict crashes the process without a GPU (torch 2.7.0). The shards are therefore gathered here, one
 tensor at a time, in the order in which FSDP1 concatenated them in its flat parameters.
 """
 
@@ -26,16 +26,21 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class _Flat:
-    """How FSDP1 shards a parameter: over ``group``; ``contents`` are names and sizes in a ``FlatParameter``."""
+    """A parameter in one of FSDP1's flat parameters.
+
+    Args:
+        group: The process group over which the flat parameter is sharded.
+        contents: The names and sizes of the parameters in the flat parameter.
+    """
 
     group: dist.ProcessGroup
     contents: tuple[tuple[str, int], ...] = ()
 
 
 def gradient_squares(model: nn.Module) -> float:
-    """This rank's part of the sum of all gradients' squares: the sum over ranks is the full one.
+    """The sum of squares of this rank's gradients. Summed over ranks, it is that of the full gradients.
 
-    Does not communicate.
+    Squares of gradients that several ranks have are divided by the number of these ranks. Does not communicate.
     """
     flat, total = _flat_parameters(model), 0.0
     for parameter in model.parameters():
@@ -56,7 +61,7 @@ def _num_copies(parameter: nn.Parameter, flat: _Flat | None) -> int:
 
 
 def settings(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Settings, ...]:
-    """The numbers of each of the optimizers' parameter groups, by canonical names. Does not communicate."""
+    """The numeric options of each parameter group, and the canonical names of its parameters. Does not communicate."""
     flat = _flat_parameters(model)
     names = {id(each): _names(name, flat.get(id(each))) for name, each in model.named_parameters()}
     return tuple(
@@ -73,7 +78,7 @@ def _names(name: str, flat: _Flat | None) -> list[str]:
     return [each for each, _ in flat.contents] if flat and flat.contents else [canonical(name)]
 
 
-_HOW_IT_RUNS = {"params", "foreach", "fused", "capturable", "differentiable"}  # not the mathematics of a step
+_HOW_IT_RUNS = {"params", "foreach", "fused", "capturable", "differentiable"}  # does not affect the result of a step
 
 
 def _numbers(group: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -93,10 +98,10 @@ def _is_number(value: Any) -> bool:
 def full_tensors(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], notes: list[str], *, has_buffers: bool = True
 ) -> Iterator[tuple[Key, torch.Tensor]]:
-    """Every parameter, the optimizers' state and every buffer, flat, on the CPU, one after the other.
+    """Iterate over every parameter, the optimizers' state and every buffer, each gathered, flattened and on the CPU.
 
-    A buffer is that of all ranks, concatenated: each rank updates its own (batch norm's running mean). Called on all
-    ranks, which must iterate to the end together; each tensor is gathered from all ranks.
+    Each rank updates its own buffers (batch norm's running mean), so a buffer is the concatenation of all ranks'
+    values. Called on all ranks, which must iterate to the end together; each tensor is gathered from all ranks.
     """
     flat = _flat_parameters(model)
     shards: dict[Key, torch.Tensor] = {}
@@ -124,7 +129,7 @@ def full_tensors(
             notes.append(f"{kind} of {name} is not on every rank, and was not compared")
         else:
             yield key, _on_cpu(gather_full_tensor(shard) if isinstance(shard, DTensor) else shard)
-    # The lowest rank's number: FSDP1 has no state of a parameter on ranks without rows of it.
+    # The value of the lowest rank that has one: FSDP1 has no state on ranks without elements of the parameter.
     for key, number in {key: each for of_rank in _from_all(numbers)[::-1] for key, each in of_rank.items()}.items():
         yield key, torch.tensor([number], dtype=torch.float64)
     buffers = {canonical(name): buffer for name, buffer in model.named_buffers()} if has_buffers else {}
@@ -133,13 +138,13 @@ def full_tensors(
 
 
 def _concatenated(own: torch.Tensor | None, ranks: Iterable[int]) -> torch.Tensor:
-    """The tensors of some ranks, of those that have one. Called on all ranks."""
+    """Gather the tensors of the ranks that have one, and concatenate them. Called on all ranks."""
     of_ranks = _from_all(None if own is None else _on_cpu(local_tensor(own)))
     return torch.cat([of_ranks[rank] for rank in ranks if of_ranks[rank] is not None])
 
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat copy, in fp32 or fp64; a complex number as its two parts."""
+    """A flat copy on the CPU, in fp32 or fp64. A complex number is two real ones."""
     flat = tensor.detach().flatten()
     flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
     dtype = torch.promote_types(flat.dtype, torch.float32) if flat.is_floating_point() else torch.float64
@@ -147,7 +152,7 @@ def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _flat_parameters(model: nn.Module) -> dict[int, _Flat]:
-    """The layouts of parameters that FSDP1 shards, by their ids."""
+    """The ``_Flat`` of each parameter that FSDP1 shards, by the parameter's id."""
     found: dict[int, _Flat] = {}
     for path, module in model.named_modules():
         handle: Any = module._handle if isinstance(module, FSDP1Wrapper) else None

@@ -1,4 +1,4 @@
-"""What a comparison runs: the user's options, and the job of each run, passed to its ranks as a file."""
+"""The user's options, and the job of each run, which its ranks read from a file."""
 
 import enum
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ class Engine(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(Value):
-    """A comparison, as the command line specifies it.
+    """The options of a comparison, from the command line.
 
     Args:
         file: A training YAML of LLM Foundry, or a script.
         arguments: Overrides of the YAML's keys, or the script's own arguments.
-        repeat: How often FSDP1 runs again, for the noise floor.
-        load_path: A checkpoint to start from; "" keeps the file's own.
+        repeat: The number of additional runs on FSDP1, for the noise floor.
+        load_path: The checkpoint to start from; "" uses the file's own.
         is_deterministic: Whether CUDA runs deterministic kernels only.
     """
 
@@ -45,12 +45,12 @@ class Options(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job(Value):
-    """One run.
+    """The settings of one run.
 
     Args:
         title: Its name in the report.
         folder: Where ranks write their logs, and rank 0 the record.
-        reference: The folder with the first run's tensors, from which the other runs' distances are computed.
+        reference: The folder with the first run's tensors, with which the other runs' tensors are compared.
         writes_reference: Whether this is the first run.
     """
 

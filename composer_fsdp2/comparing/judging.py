@@ -1,4 +1,4 @@
-"""The verdict: how far FSDP2 is from FSDP1 in each quantity, how far FSDP1 is from itself, and why."""
+"""The verdict: the distance of FSDP2 from FSDP1 in each quantity, that of FSDP1 from itself, and likely causes."""
 
 import enum
 import math
@@ -30,15 +30,16 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantity(Value):
-    """One quantity, in the batch or tensor that is furthest beyond its limit, or nearest to it.
+    """One compared quantity, with the batch or tensor that exceeds its limit by most, or comes closest to it.
 
     [Note: longer comparisons] A difference in the last bit grows from batch to batch, with Adam by up to 1e-7 in each.
-    The tolerance is therefore for up to ten batches; for a later one it is larger in proportion.
+    The tolerance therefore applies to the first ten batches, and grows in proportion for later ones.
 
     Args:
-        distance: Of FSDP2 from FSDP1, relative; infinite where only one of the two numbers is finite or exists.
-        floor: Of FSDP1 from itself, the largest over its repetitions; see [Note: noise floors].
-        limit: The largest ``distance`` that counts as equal; infinite where FSDP1 itself differs without bound.
+        distance: The relative distance of FSDP2 from FSDP1; infinite if only one of the two numbers is finite or
+            exists.
+        floor: The largest distance of FSDP1 from itself over its repetitions; see [Note: noise floors].
+        limit: The largest ``distance`` that counts as equal; infinite if the distance of FSDP1 from itself is infinite.
         worst: The batch or tensor; "" if all are equal.
     """
 
@@ -50,12 +51,12 @@ class Quantity(Value):
 
     @property
     def is_same(self) -> bool:
-        # Where FSDP1 is not finite in one of its runs, no distance proves anything.
+        # If a run on FSDP1 is not finite, no distance is meaningful.
         return self.distance <= self.limit < math.inf
 
     @property
     def excess(self) -> tuple[float, float]:
-        """Largest for the worst batch or tensor: one without a finite limit first."""
+        """The sort key of ``judge``, which reports the largest. An infinite limit has the largest."""
         if self.limit == math.inf:
             return (math.inf, math.inf)
         beyond = self.distance / self.limit if self.limit else math.inf
@@ -63,10 +64,12 @@ class Quantity(Value):
 
 
 def judge(runs: Sequence[RunRecord], *, tolerance: float = TOLERANCE) -> tuple[tuple[Quantity, ...], tuple[str, ...]]:
-    """The quantities, and the recognized causes of a difference in full sentences.
+    """Compare the runs.
 
     Args:
         runs: FSDP1, FSDP2, and every repetition of FSDP1.
+    Returns:
+        The quantities, and sentences about the recognized causes of a difference.
     """
     judged = {name: _judged(name, runs, tolerance) for name in _MEASURES}
     worst = {name: max(each, key=lambda quantity: quantity.excess) for name, each in judged.items()}
@@ -80,9 +83,9 @@ def judge(runs: Sequence[RunRecord], *, tolerance: float = TOLERANCE) -> tuple[t
 
 
 def relative(value: float, of: float) -> float:
-    """The difference to ``of``, relative to it; infinite where the two are not equal and one is not finite.
+    """The absolute difference of ``value`` and ``of``, divided by the absolute value of ``of``.
 
-    NaN is equal to nothing, not even to another NaN.
+    Infinite if the two are not equal and one is not finite. NaN equals no value, including another NaN.
     """
     if value == of:
         return 0.0
@@ -97,7 +100,13 @@ def relative(value: float, of: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Apart:
-    """The distance of two runs in one batch or tensor, after a number of batches; ``detail`` shows the values."""
+    """The distance of two runs in one batch or tensor.
+
+    Args:
+        place: The batch or tensor.
+        num_batches: The number of batches trained until then.
+        detail: The values, as text.
+    """
 
     distance: float
     place: str = ""
@@ -106,11 +115,12 @@ class _Apart:
 
 
 def _judged(name: str, runs: Sequence[RunRecord], tolerance: float) -> list[Quantity]:
-    """Every batch or tensor of one quantity with its own limit.
+    """Compare one quantity. Each batch or tensor has its own limit.
 
-    [Note: noise floors] The floor of a tensor is that tensor's distance between runs on FSDP1: the noise of a bias
-    must not excuse a weight. The floor of a batch is the largest up to that batch, because two runs of the same noise
-    need not differ in the same batch, but noise that begins late must not excuse an early batch.
+    [Note: noise floors] The noise floor is the distance between runs on FSDP1. Each tensor has its own floor, so that
+    the noise of a bias does not hide a difference in a weight. The floor of a batch is the largest distance up to that
+    batch: two noisy runs need not differ in the same batch, and noise in later batches must not hide a difference in an
+    earlier one.
     """
     first, fsdp2, *again = runs
     measure = _MEASURES[name]
@@ -121,7 +131,7 @@ def _judged(name: str, runs: Sequence[RunRecord], tolerance: float) -> list[Quan
             largest = max(largest, each.distance) if name in (LOSSES, NORMS) else each.distance
             floors[each.place] = max(floors.get(each.place, 0.0), largest)
     found = measure(first, fsdp2)
-    # Where only the runs on FSDP1 differ without bound, FSDP2 cannot be judged.
+    # If the distance between runs on FSDP1 is infinite, FSDP2 cannot be judged.
     unbounded = floors.keys() - {each.place for each in found}
     found += [_Apart(0.0, place) for place in floors if place in unbounded and floors[place] == math.inf]
     quantities = []
@@ -156,7 +166,7 @@ def _data(first: RunRecord, other: RunRecord) -> list[_Apart]:
 
 
 def _settings(first: RunRecord, other: RunRecord) -> list[_Apart]:
-    """The optimizers' numbers for each parameter, before the first batch and after the last."""
+    """Compare the numeric options of the optimizers for each parameter, before the first batch and after the last."""
     found = [_Apart(0.0)]
     for when, title in (("settings", ""), ("last_settings", " after the last batch")):
         theirs, ours = (
@@ -260,12 +270,12 @@ def _of_start(first: RunRecord, fsdp2: RunRecord, start: Quantity) -> str:
 
 
 def _scale(first: RunRecord, fsdp2: RunRecord) -> float:
-    """The ratio of FSDP2's gradient norm to FSDP1's, if it is the same in all batches; else 0."""
+    """The ratio of FSDP2's gradient norm to FSDP1's, if it is about equal in all batches and not 1; otherwise 0."""
     pairs = [(ours.gradient_norm, theirs.gradient_norm) for theirs, ours in _pairs(first, fsdp2)]
     ratios = [ours / theirs for ours, theirs in pairs if theirs and math.isfinite(ours) and math.isfinite(theirs)]
     if len(ratios) < len(pairs) or not ratios or abs(ratios[0] - 1) < 1e-3:
         return 0.0
-    # Only the first batch's are of the same weights; later ones drift apart with them.
+    # Only in the first batch the weights are equal; later norms drift with the weights.
     return ratios[0] if abs(ratios[0] / statistics.median(ratios) - 1) < 0.1 else 0.0
 
 

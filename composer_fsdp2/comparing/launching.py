@@ -1,4 +1,4 @@
-"""The ranks of one run: one process each, started and ended here as a launcher would."""
+"""Start and stop the ranks of one run, one process each, as a launcher would."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from composer_fsdp2.config.value import from_json, json_text
 from composer_fsdp2.errors import ConfigError
 
 _POLL_S = 0.1
-# For the other ranks, after one has failed or rank 0 has written the record.
+# The time for the other ranks to exit after one has failed or rank 0 has written the record.
 _GRACE_S = 10.0
 _LAST_LINES = 15
 
@@ -27,10 +27,10 @@ class RunFailedError(ConfigError):
 
 @contextlib.contextmanager
 def interruptions() -> Iterator[Callable[[], None]]:
-    """Yields a function that raises KeyboardInterrupt, once, after SIGINT or SIGTERM has arrived within the block.
+    """Defer SIGINT and SIGTERM within the block.
 
-    They raise nothing by themselves: an exception between a rank's start and its entry in a list would leave its
-    process behind.
+    Yields a function that raises KeyboardInterrupt once if one of them has arrived. An exception raised by the signal
+    itself, between the start of a rank and its entry in the list of processes, would leave that process running.
     """
     arrived: list[int] = []
 
@@ -51,13 +51,14 @@ def interruptions() -> Iterator[Callable[[], None]]:
 def run_ranks(job: Job, show: Callable[[int], None], check: Callable[[], None]) -> RunRecord:
     """Start the job's ranks on this machine, wait for them, and read the record that rank 0 writes.
 
-    None of their processes outlives the call.
+    All of their processes have ended when it returns or raises.
 
     Args:
-        show: Called with the number of batches that are done.
+        show: Called with the number of completed batches.
+        check: Called until the ranks have ended; may raise KeyboardInterrupt.
     Raises:
         RunFailedError: with the last lines of the rank that failed first, and the path of its log.
-        KeyboardInterrupt: from ``check``, which is called until the ranks have ended.
+        KeyboardInterrupt: from ``check``.
     """
     job.path.parent.mkdir(parents=True)
     job.path.write_text(json_text(job))
@@ -72,9 +73,10 @@ def run_ranks(job: Job, show: Callable[[int], None], check: Callable[[], None]) 
 def _wait(
     job: Job, ranks: list[subprocess.Popen[bytes]], show: Callable[[int], None], check: Callable[[], None]
 ) -> int | None:
-    """Wait until all ranks have ended, or for some seconds after the first has failed; returns that one, if any.
+    """Wait until all ranks have ended, or a few seconds after the first failure or after the record was written.
 
-    The others fail because of it, and their logs have less of the reason.
+    Returns:
+        The first rank that failed, or None. Later failures are mostly consequences of it.
     """
     deadline, shown, failed = float("inf"), -1, None
     is_running = True
@@ -94,7 +96,7 @@ def _wait(
 
 @contextlib.contextmanager
 def _ranks(job: Job) -> Iterator[list[subprocess.Popen[bytes]]]:
-    # Not by Composer's launcher, which imports Composer once more for seconds, and keeps rank 0's output only.
+    # Not Composer's launcher, which imports Composer once more (seconds) and keeps only rank 0's output.
     command = [sys.executable, "-m", "composer_fsdp2.cli.compare_rank", str(job.path)]
     environment = _environment(job)
     ranks: list[subprocess.Popen[bytes]] = []
@@ -104,7 +106,7 @@ def _ranks(job: Job) -> Iterator[list[subprocess.Popen[bytes]]]:
                 process = subprocess.Popen(
                     command,
                     env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    start_new_session=True,  # the workers of its data loader end with it
+                    start_new_session=True,  # so that the workers of its data loader can be killed with it
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -120,22 +122,22 @@ def _environment(job: Job) -> Mapping[str, str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     num_ranks = str(job.options.num_ranks)
-    # One thread a rank, or they compete for the cores; tokenizers warn of forks, such as a data loader's workers.
+    # One thread per rank, because ranks compete for cores. tokenizers warns about forks, such as loader workers.
     defaults = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     if job.options.is_deterministic:
         defaults["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     own = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "NODE_RANK": "0"}
     own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-    # FSDP_VERSION would have Composer shard by its own FSDP2.
+    # FSDP_VERSION would make Composer use its own FSDP2 code.
     return {name: value for name, value in {**defaults, **os.environ, **own}.items() if name != "FSDP_VERSION"}
 
 
 def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """End the ranks that still run, and the processes that ranks started."""
+    """Kill the ranks that are still running, and the processes that ranks started."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(rank.pid, number)  # also of one that has ended, whose workers may not have
+                os.killpg(rank.pid, number)  # also if the rank has exited, because its workers may still run
         deadline = time.monotonic() + _GRACE_S
         while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
             time.sleep(_POLL_S / 5)

@@ -1,4 +1,4 @@
-"""The result of a comparison: for a program (``report.json``), to be signed (``report.md``), and for a terminal."""
+"""The result of a comparison as ``report.json`` for programs, ``report.md`` for people, and text for a terminal."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from composer_fsdp2.comparing.run_record import BUFFER, PARAMETER, Prediction, R
 from composer_fsdp2.config.text import and_more, human_bytes, text_width
 from composer_fsdp2.config.value import Value, json_text, plain
 
-# Of the object in report.json; a program has to be changed for another one. SCHEMA describes it.
+# The version of the format of report.json, which SCHEMA describes. It changes if programs must be changed.
 VERSION = 2
 SCHEMA = Path(__file__).with_name("compare.schema.json")
 _WORST = 5
@@ -25,13 +25,13 @@ _WORST = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome(Value):
-    """Everything in the reports.
+    """The contents of the reports.
 
     Args:
-        error: Of a run that failed: its last lines, and the path of its log.
-        runs: FSDP1, FSDP2, FSDP1 again: those that reached their end.
+        error: The last lines of a failed run, and the path of its log; "" if none failed.
+        runs: FSDP1, FSDP2, FSDP1 again; only those that completed.
         quantities: Empty without a verdict.
-        picture: Why the picture is missing; "" otherwise.
+        picture: The reason for a missing plot; "" otherwise.
     """
 
     options: Options
@@ -56,7 +56,7 @@ class Outcome(Value):
         return f"{self.verdict.value}: {wrong or 'FSDP2 trains as FSDP1 does'} ({of_what})"
 
     def to_json(self) -> dict[str, Any]:
-        """Without numbers that JSON does not have: null for infinity and NaN."""
+        """The outcome as JSON. Infinity and NaN, which JSON does not have, are null."""
         fields = json.loads(json_text(self), parse_constant=lambda name: None)
         quantities = [
             {**each, "same": quantity.is_same}
@@ -145,7 +145,7 @@ class Outcome(Value):
             yield [str(present[0].batch), "same" if is_same else "DIFFERENT", *losses, *norms]
 
     def _tensor_rows(self) -> Iterator[list[str]]:
-        """The furthest apart of each run's parameters, buffers and optimizer state."""
+        """The parameters, buffers and optimizer state with the largest distances, for each run."""
         for run in self.runs[1:]:
             apart = sorted((each for each in run.end if each.distance), key=lambda each: -each.distance)
             parts = [[each for each in apart if each.kind == kind] for kind in (PARAMETER, BUFFER)]
@@ -228,7 +228,7 @@ def _not_judged(run: RunRecord) -> str:
 
 
 def _counts(counted: RunRecord | Prediction) -> dict[str, str]:
-    """Exact bytes of memory: they are to be equal."""
+    """Format memory in exact bytes, because measured and predicted bytes should be equal."""
     memory = {
         "peak of parameters, gradients, optimizer state, buffers and collectives, bytes": counted.state_bytes,
         "peak of the same and activations, bytes": counted.peak_bytes,

@@ -1,4 +1,4 @@
-"""Versions, the machine, and hashes of a comparison's inputs."""
+"""The versions, the machine, and the hashes of the inputs of a comparison."""
 
 import hashlib
 import importlib.metadata
@@ -38,12 +38,13 @@ def data_hash(run: RunRecord) -> str:
 
 
 def checkpoint_hash(path: str, check: Callable[[], None]) -> str:
-    """SHA-256 of a checkpoint on a local disk, or why it is missing.
+    """SHA-256 of a checkpoint on a local disk, or the reason why it is missing.
 
-    Large checkpoints take hours, after runs that took longer: an interruption must not lose their verdict.
+    Hashing a large checkpoint takes hours, and follows runs that took longer. An interruption must not lose their
+    verdict.
 
     Args:
-        check: Called before each piece; raises KeyboardInterrupt to end the hash.
+        check: Called before each chunk; raises KeyboardInterrupt to stop hashing.
     """
     if not Path(path).exists():
         return "not on a local disk"
@@ -54,7 +55,7 @@ def checkpoint_hash(path: str, check: Callable[[], None]) -> str:
 
 
 def hash_of(path: Path, check: Callable[[], None] = lambda: None) -> str:
-    """Of a file's bytes; of a folder's files, with their names, in the names' order."""
+    """Hash the bytes of a file; for a folder, the names and bytes of its files, in the order of the names."""
     digest = hashlib.sha256()
     if path.is_file():
         for piece in _pieces(path):

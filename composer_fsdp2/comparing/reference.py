@@ -1,4 +1,4 @@
-"""The first run's tensors on disk, and the distances of another run's tensors from them."""
+"""The first run's tensors on disk, and the distances of other runs' tensors from them."""
 
 import json
 import math
@@ -10,10 +10,10 @@ import torch
 from composer_fsdp2.comparing.full_tensors import Key
 from composer_fsdp2.comparing.run_record import PARAMETER, TensorDistance
 
-# [Note: rounding alone] Some gradients are zero but for rounding: that of attention's key bias, to which softmax is
-# invariant. Optimizers that divide by a gradient's own size, or take its sign, make full steps of them, in any
-# direction. Elements with gradients that far below the model's largest are counted, and not judged, as long as such
-# steps explain their difference. A gradient of exactly zero moves nothing, and is judged.
+# [Note: rounding alone] Some gradients are zero except for rounding, such as that of attention's key bias, to which
+# softmax is invariant. Optimizers that divide by the size of a gradient, or take its sign, make full steps of them, in
+# any direction. Elements whose gradients are that far below the model's largest are counted, but not judged, as long as
+# such steps explain their difference. A gradient of exactly zero causes no step, and is judged.
 _ROUNDING = 1e-6  # relative to the largest gradient: some steps of fp32
 # Optimizer state from which the size of gradients is computed.
 _SIZES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -25,7 +25,7 @@ _MOMENTUM = 8.0  # the largest ratio of Adam's exp_avg to the root of its exp_av
 
 
 def write_reference(folder: Path, tensors: Iterable[tuple[Key, torch.Tensor]], *, is_writing: bool) -> None:
-    """Write all tensors. Called on all ranks, which gather them together; one rank writes."""
+    """Write all tensors. Called on all ranks, which gather each tensor together; one rank writes."""
     keys: list[Key] = []
     largest = dict.fromkeys(_SIZES, 0.0)
     for key, tensor in tensors:
@@ -52,10 +52,11 @@ class Reference:
     def distances(
         self, tensors: Iterable[tuple[Key, torch.Tensor]], *, learning_rates: float = 0.0
     ) -> tuple[TensorDistance, ...]:
-        """The distance of each tensor from the first run's, also of tensors that one of the two runs lacks.
+        """The distance of each tensor from that of the first run, including tensors that only one of the two runs has.
 
         Args:
-            learning_rates: Their sum over all steps; 0 before the first step, where no rounding is excused.
+            learning_rates: The sum of the learning rates of all steps. It bounds the differences that count as
+                rounding; 0 before the first step.
         """
         found, missing = [], dict.fromkeys(self._paths)
         for key, tensor in tensors:
@@ -72,7 +73,10 @@ class Reference:
         return tensor
 
     def _explained(self, key: Key, reference: torch.Tensor, learning_rates: float) -> torch.Tensor | None:
-        """By how much each element may be off where its gradient is rounding alone; None where that is unknown."""
+        """For each element, the largest difference that rounding can cause.
+
+        Zero except where the gradient is no larger than its rounding error. None if it is unknown.
+        """
         kind = next((kind for kind in _SIZES if (kind, key[1]) in self._paths), None)
         if kind is None or not learning_rates:
             return None

@@ -1,4 +1,4 @@
-"""The record of one run, which rank 0 writes as JSON and the process that judges reads."""
+"""The measurements of one run, as JSON. Rank 0 writes them, and the launching process reads them."""
 
 import math
 import statistics
@@ -15,16 +15,16 @@ PARAMETER, BUFFER = "parameter", "buffer"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRecord(Value):
-    """One batch.
+    """The measurements of one batch.
 
     Args:
-        digests: Hashes of each rank's data, by rank.
-        loss: Averaged over ranks.
+        digests: Hashes of the data, by rank.
+        loss: The mean over ranks.
         gradient_norm: The norm of all gradients together, before clipping.
-        seconds: The slowest rank's, without the time of the comparison's own measurements.
-        memory_bytes: The largest of any rank.
+        seconds: The duration on the slowest rank, without the time of the measurements.
+        memory_bytes: The maximum over ranks.
         samples: The sum over ranks.
-        is_counted: Whether its collectives were counted, which takes time.
+        is_counted: Whether its collectives were counted, which makes it slower.
     """
 
     batch: int
@@ -39,10 +39,11 @@ class BatchRecord(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCount(Value):
-    """Collectives of one operator and dtype in one batch, up to the gradients, as rank 0 issues them.
+    """The collectives of one operator and dtype that rank 0 launches in one batch, excluding the optimizer step.
 
     Args:
-        num_bytes: Of the full buffers: the output of an all-gather, the input of a reduce-scatter or an all-reduce.
+        num_bytes: The size of the full buffers: the output of an all-gather, the input of a reduce-scatter or an
+            all-reduce.
     """
 
     op: str
@@ -53,15 +54,15 @@ class CollectiveCount(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDistance(Value):
-    """The distance of a tensor from the first run's.
+    """The distance of a tensor from that of the first run.
 
     Args:
         distance: The 2-norm of the difference over that of the first run's tensor; infinite if one run lacks it.
         largest: The largest absolute difference of an element.
-        size: The number of elements; of a buffer, those of all ranks together.
-        num_rounding: Elements that differ by no more than rounding explains where a gradient is nothing else; they are
-            not in ``distance`` and ``largest``.
-        largest_rounding: The largest absolute difference of one of those.
+        size: The number of elements; for a buffer, summed over ranks.
+        num_rounding: The number of elements whose difference is explained by gradients that are only rounding error.
+            They are excluded from ``distance`` and ``largest``.
+        largest_rounding: The largest absolute difference of these elements.
         only_in: ``first`` or ``this``, if the other run has no such tensor.
     """
 
@@ -82,7 +83,7 @@ class TensorDistance(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings(Value):
-    """One parameter group of an optimizer: its numbers (``lr``, ``betas.0``) and the names of its parameters."""
+    """One parameter group of an optimizer: its numeric options (``lr``, ``betas.0``) and its parameters' names."""
 
     values: Mapping[str, float]
     names: tuple[str, ...]
@@ -90,7 +91,7 @@ class Settings(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Override(Value):
-    """A setting of the file that the comparison replaced."""
+    """A setting of the training file that the comparison replaced."""
 
     name: str
     given: str
@@ -100,13 +101,14 @@ class Override(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction(Value):
-    """The counted batch on rank 0 as a replay of the plan predicts it; ``reason`` is why nothing is predicted.
+    """The predicted memory and collectives of the counted batch on rank 0, from a replay of the plan.
 
     Args:
+        reason: The reason for a missing prediction; "" otherwise.
         state_bytes: The peak of parameters, gradients, optimizer state, buffers and communication buffers, without
             activations.
         peak_bytes: The peak with activations; 0 if no microbatch was traced.
-        rests_on: What was traced; "" for nothing.
+        rests_on: The traced input; "" for none.
     """
 
     collectives: tuple[CollectiveCount, ...] = ()
@@ -119,11 +121,12 @@ class Prediction(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Throughput(Value):
-    """Of one run.
+    """The throughput of one run.
 
     Args:
-        batches: How many were timed: neither the first ones of several, nor the counted one.
-        low: With ``high`` the 95 % confidence interval of the median, or the range where that takes more batches.
+        batches: The number of timed batches. The first ones of several, and the counted one, are not timed.
+        low: The lower end of the 95 % confidence interval of the median; ``high`` is the upper end. The range of all
+            batches if there are too few for an interval.
     """
 
     batches: int
@@ -135,17 +138,19 @@ class Throughput(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord(Value):
-    """One run.
+    """The measurements of one run.
 
     Args:
         num_units: The number of modules that all-gather their parameters.
         memory_is: What ``memory_bytes`` of a batch measures.
-        state_bytes: The counterpart of ``Prediction.state_bytes``, counted in storages; 0 where it was not counted: on
-            FSDP1, in a first batch, whose optimizer has no state yet, and with offloaded parameters.
-        peak_bytes: The same with all other storages that were allocated meanwhile, activations among them.
-        start: Distances from the first run before the first batch, and ``end`` after the last; the first run has none.
-        settings: The optimizers' before the first batch, and ``last_settings`` after the last.
-        translation: The outcome of each key, as text; "" on FSDP1.
+        state_bytes: The measured counterpart of ``Prediction.state_bytes``, from storages. 0 if it was not measured: on
+            FSDP1, in the first batch (the optimizer has no state yet), and with offloaded parameters.
+        peak_bytes: The same plus all other storages allocated at that time, including activations.
+        start: The distances from the first run before the first batch; empty in the first run.
+        end: The distances after the last batch.
+        settings: The optimizers' options before the first batch.
+        last_settings: The same after the last batch.
+        translation: The outcome of each configuration key, as text; "" on FSDP1.
     """
 
     title: str

@@ -1,1 +1,1 @@
-"""Parallelism besides sharding: tensor, context and expert parallelism, shared batches, and idle experts and towers."""
+"""Parallelism besides sharding: tensor, context and expert parallelism, shared batches, idle experts and towers."""

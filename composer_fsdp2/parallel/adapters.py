@@ -41,9 +41,11 @@ class ModelAdapter:
 
     Args:
         name: Shown in messages.
-        matches: Whether a module is a model of this family. Of nested matches the outermost is used.
+        matches: Returns whether a module is a model of this family. If matching modules are nested, the outermost is
+            used.
         attentions: The attention modules that will exchange heads for sequence, by their paths in the model.
-        problems: Parts of the model that cannot compute a part of a sequence; each a sentence with an alternative.
+        problems: Modules that need full sequences, and therefore do not support context parallelism; each a sentence
+            with an alternative.
         start: Replaces the forwards of one model. Arguments: the module that will be sharded, the model in it, the
             modules of ``attentions``, and this rank's group. Called on all ranks, before activation checkpointing. The
             function that it returns, if any, is called after wrapping and sharding.
@@ -73,7 +75,7 @@ _ADAPTERS: dict[str, ModelAdapter] = {}
 
 
 def model_adapters() -> tuple[ModelAdapter, ...]:
-    """All adapters, the last registered first: it may be for a special case of an earlier one."""
+    """All adapters, the last registered first, so that it can handle a special case of an earlier one."""
     return tuple(reversed(_ADAPTERS.values()))
 
 

@@ -1,4 +1,4 @@
-"""Compare or share the batches of ranks that compute one batch together.
+"""Compare or share the batches of ranks that must train on the same batch.
 
 [Note: data blocks] The ranks that TP-shard a layer, or divide a sequence, must have the same batch. They form a data
 block: ``tensor degree x context degree`` consecutive ranks, as both axes are the innermost. A loader does not know
@@ -6,11 +6,11 @@ about data blocks. If each rank of a block reads a different batch, layers add p
 losses are finite, and the model learns nothing.
 
 [Note: same draws] Modules outside of the layer plan run in full on each rank of the tensor axis. Dropout in such a
-module must drop the same elements on all of these ranks. Otherwise TP-sharded layers add partial results of
-different inputs, and the ranks' copies of replicated parameters get different gradients and diverge, without an
-error. Composer seeds every rank differently. The ranks of the tensor axis therefore continue with the RNG states of
-their first rank: those of torch, numpy (used by Composer's GyroDropout) and Python. Inside a TP-sharded module each
-rank drops its features with the same pattern.
+module must drop the same elements on all of these ranks. Otherwise TP-sharded layers add partial results of different
+inputs, and the ranks' copies of replicated parameters get different gradients and diverge, without an error. Composer
+seeds every rank differently. The ranks of the tensor axis therefore continue with the RNG states of their first rank:
+those of torch, numpy (used by Composer's GyroDropout) and Python. Inside a TP-sharded module each rank drops its
+features with the same pattern.
 """
 
 import io
@@ -88,7 +88,7 @@ def check_batch(batch: Any, group: dist.ProcessGroup | None = None, *, what: str
 def check_values(
     parts: list[BatchValue], group: dist.ProcessGroup | None = None, *, what: str, ways_out: str | None = None
 ) -> None:
-    """``check_batch`` for the result of ``batch_values``.
+    """As ``check_batch``, for the result of ``batch_values``.
 
     Args:
         ways_out: The alternatives in the message; None means those for a loader.
@@ -147,9 +147,10 @@ def share_batch(
         batch: What this rank's loader returned: tensors in any structure that can be pickled. Not modified.
         group: The ranks that share a batch; None means all. With gloo and a batch in host memory, no rank synchronizes
             with its device.
-        how: ``first``: the first rank's batch. ``gather``: the rows of all ranks, in rank order, or that batch if all
-            ranks have read the same one; text of different lengths is padded to the longest. ``False``: ``batch``.
-        counts: Whether this rank's rows are included by ``gather``. If no rank's are, the first rank's batch.
+        how: ``first``: the first rank's batch. ``gather``: the rows of all ranks, in rank order, padded to the longest
+            sequence; if all ranks have the same batch, that batch. ``False``: this rank's ``batch``.
+        counts: Whether ``gather`` includes this rank's rows. If it includes no rank's, the result is the first rank's
+            batch.
     Returns:
         The same batch on all ranks of the group, with tensors on this rank's device.
     Raises:
@@ -196,7 +197,7 @@ class Packed:
         return cls(file.getvalue())
 
     def open(self) -> Any:
-        """The value, with tensors on this rank's device.
+        """Unpickle the value, with its tensors on this rank's device.
 
         Raises:
             ConfigError: it could not be pickled.
@@ -212,7 +213,7 @@ class Packed:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles the bytes of a tensor, which is faster than torch's reduction: that one writes an archive per tensor."""
+    """Pickles a tensor as its bytes, which is faster than torch's own way, an archive per tensor."""
 
     def reducer_override(self, value: Any) -> Any:
         # Subclasses define their own reduction.

@@ -1,4 +1,4 @@
-"""Autograd nodes that let backward reach modules whose outputs add nothing to the loss."""
+"""Autograd nodes that make backward run through modules whose outputs do not contribute to the loss."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,13 +12,16 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def connect(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return ``tensor``; its backward also returns an empty gradient for each of ``others``, which are empty."""
+    """Return ``tensor``, with an autograd edge to each of ``others``, which are empty tensors.
+
+    Its backward returns an empty gradient for each of them, so their modules run backward too.
+    """
     connected: torch.Tensor = _Connect.apply(tensor, *others)
     return connected
 
 
 def connect_first(output: Any, others: Sequence[torch.Tensor]) -> Any:
-    """``connect`` the first floating point tensor of a module's output."""
+    """Apply ``connect`` to the first floating point tensor of a module's output."""
     first = next((each for each in tensors_in(output) if each.is_floating_point()), None)
     if first is None:
         return output
@@ -26,9 +29,9 @@ def connect_first(output: Any, others: Sequence[torch.Tensor]) -> Any:
 
 
 def without_rows(arguments: Arguments) -> Arguments:
-    """Slice ``[:0]`` of each tensor with as many rows as the first; the slices stay in autograd's graph.
+    """Slice ``[:0]`` of each tensor that has as many rows as the first tensor. The slices stay in autograd's graph.
 
-    The tensors must get their gradients from elsewhere.
+    The backward of a slice adds no gradient to its tensor. Other operators must compute the gradients of these tensors.
     """
     num_rows = next((tensor.shape[0] for tensor in tensors_in(arguments) if tensor.dim()), 0)
 
@@ -39,7 +42,7 @@ def without_rows(arguments: Arguments) -> Arguments:
 
 
 def detached_without_rows(arguments: Arguments) -> Arguments:
-    """``without_rows``, detached and copied, to free the activations that the slices reference."""
+    """As ``without_rows``, but detached and copied, so that the slices do not keep activations alive."""
     kept: Arguments = map_tensors(
         without_rows(arguments), lambda each: each.detach() if each.numel() else torch.empty_like(each)
     )
@@ -47,7 +50,10 @@ def detached_without_rows(arguments: Arguments) -> Arguments:
 
 
 class _Connect(torch.autograd.Function):
-    """Instead of adding empty sums, which would read all of the tensor in forward and in backward."""
+    """An identity function with edges to empty tensors.
+
+    Adding their sums to the tensor would read the whole tensor in forward and in backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
@@ -64,7 +70,7 @@ class _Connect(torch.autograd.Function):
 
 
 class _NoRows(torch.autograd.Function):
-    """``tensor[:0]``, but its backward adds nothing to the tensor's gradient instead of zeros."""
+    """``tensor[:0]``, without a backward that adds zeros to the tensor's gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:

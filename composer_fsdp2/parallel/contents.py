@@ -1,4 +1,4 @@
-"""The contents of a batch as text that is equal in every process, to compare batches between ranks."""
+"""The values of a batch as text that does not depend on the process, to compare batches across ranks."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -8,7 +8,7 @@ import torch
 
 
 class BatchValue(NamedTuple):
-    """One value of a batch: its path, its type and shape, and its text, or a hash of a longer one."""
+    """One value of a batch: its path, type, shape, and its text. A long text is replaced by its hash."""
 
     path: str
     kind: str
@@ -42,7 +42,10 @@ _SHORT = 200
 
 
 def _batch_values(value: Any, path: str, parents: tuple[int, ...]) -> Iterator[BatchValue]:
-    """``parents``: the ids of the enclosing containers, to stop at a container that contains itself."""
+    """List the values at and below ``path``.
+
+    ``parents`` are the ids of the enclosing containers, to stop at a container that contains itself.
+    """
     raw = bytes_of(value) if isinstance(value, torch.Tensor) else None
     if raw is not None:
         kind = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
@@ -63,7 +66,7 @@ def _batch_values(value: Any, path: str, parents: tuple[int, ...]) -> Iterator[B
 
 
 def _members(value: Any) -> list[tuple[str, Any]]:
-    """The members of a container with their paths in it. For any other object, those of its pickle.
+    """The members of a container with their paths in it. The members of any other object are those that it pickles.
 
     The bytes of a pickle are not comparable: they list a set in an order that depends on the process.
     """

@@ -1,10 +1,10 @@
-"""Layers that compute this rank's part of every sequence, in a model whose other modules compute whole rows.
+"""Layers that compute this rank's part of every sequence, in a model whose other modules compute full sequences.
 
-[Note: divided layers] Embeddings, positions and masks are computed by the model, for whole rows. The input of the
-first layer is divided, and so are the rotary angles of each layer; the output of the last layer is gathered.
-Attention sees all positions of some heads and uses the model's mask unchanged, so windows, bidirectional attention
-and packed rows work. Hooks outside of recomputed blocks do this. A layer that runs anywhere else raises, because its
-attention would treat a part as the whole sequence.
+[Note: divided layers] Embeddings, positions and masks are computed by the model, for full sequences. The input of the
+first layer is divided, and so are the rotary angles of each layer; the output of the last layer is gathered. Attention
+sees all positions of some heads and uses the model's mask unchanged, so windows, bidirectional attention and packed
+rows work. Hooks outside of recomputed blocks do this. A layer that runs outside of this range raises, because its
+attention would treat a part as the full sequence.
 """
 
 import inspect
@@ -27,25 +27,28 @@ from composer_fsdp2.training.context import ContextGroup
 
 @dataclass(kw_only=True, eq=False)
 class DividedLayers:
-    """The layers of a model that run in sequence, and their state within a forward.
+    """The consecutive layers of a model, and their state within a forward.
 
     Args:
         name: The name of the list of layers, in messages.
         layers: The path of each layer, in order. The first parameter of a layer's forward is its input, (rows,
             positions, features), and its first output is the input of the next layer.
-        angles: Parameters whose names start with this are tensors (..., positions, features) for each position of whole
-            rows.
-        caches: Parameters that are set to None: the keys and values of a part are not usable elsewhere.
-        takes_whole: Whether a layer accepts tensors of whole rows, or without rows, under this name.
-        full_mask: Creates a mask of whole rows without padding, from a layer's input and their length. If the ranks
-            cannot divide the length, attention must not see the padding positions. None if attention is causal.
-        keeps_whole: Whether the output is gathered in each forward, because the model reshapes it to whole rows.
-        is_open: Whether a forward is between the first layer and the last one.
-        length: The length of whole rows in that forward, or in the one before.
+        angles: The prefix of the names of parameters that are rotary angles of the full sequences: tensors (...,
+            positions, features).
+        caches: The names of parameters for KV caches, which are set to None: no other code could use the keys and
+            values of a part.
+        takes_whole: Returns whether a layer accepts a tensor of the full sequences, or one without a dimension of rows,
+            as the parameter of this name.
+        full_mask: Creates a mask of the full sequences without padding, from a layer's input and the length. If the
+            length is not a multiple of the number of ranks, it masks the positions that were added. None if attention
+            is causal.
+        keeps_whole: Whether the output is gathered in each forward, because the model reshapes it to the shape of full
+            sequences.
+        is_open: Whether a forward is currently between the first layer and the last one.
+        length: The length of the full sequences in the current forward, or in the previous one.
         padding: The padding of the batch, during a forward that returns the loss of a part.
         order: The ``attention_mask`` that layers get instead of the model's, from ``order_of_rows``.
-        num_passes: How often the first layer has run in the forward of the model that owns the layers; None if
-            unknown.
+        num_passes: How often the first layer has run in the forward of the model that owns the layers; None if unknown.
     """
 
     name: str
@@ -80,7 +83,7 @@ class DividedLayers:
         """Called by attention before its exchange.
 
         Raises:
-            UnsupportedError: its layer does not run between the first and the last layer.
+            UnsupportedError: the attention's layer runs outside of the range from the first layer to the last.
         """
         if not self.is_open and not is_in_backward():
             raise self._outside()
@@ -96,11 +99,12 @@ class DividedLayers:
         *,
         dim: int,
     ) -> torch.Tensor:
-        """Run ``attend(query, key, value, mask)`` on whole rows of some heads; return all heads of a part.
+        """Run ``attend(query, key, value, mask)`` on all positions of some heads, between two exchanges.
 
         Args:
             attend: Gets tensors (rows, heads, positions, features), in the same layout.
-            mask: The model's mask of whole rows, or the result of ``order_of_rows``. Its last dimension is positions.
+            mask: The model's mask of the full sequences, or the result of ``order_of_rows``. Its last dimension is
+                positions.
             dim: The dimension of positions in the output of ``attend``, 1 or 2; the other one is heads.
 
         Called on all ranks; two all-to-alls.
@@ -119,11 +123,11 @@ class DividedLayers:
         return self.group.to_sequence(self.group.padded(output, dim, 0), 3 - dim, dim)
 
     def whole(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """All-gather the output of these layers to whole rows; returned as it is if it already has whole rows."""
+        """All-gather the output of these layers to full sequences. Returned unchanged if it has the full length."""
         return tensor if tensor.shape[dim] == self.length else self.group.to_whole(tensor, self.length, dim)
 
     def part(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """This rank's part of a tensor of whole rows; returned as it is if it already is a part."""
+        """This rank's part of a tensor of full sequences. Returned unchanged if it already is a part."""
         is_whole = tensor.shape[dim] == self.length
         return self.group.part(self.group.padded(tensor, dim, 0), dim) if is_whole else tensor
 
@@ -163,7 +167,7 @@ class DividedLayers:
         }
 
     def _note_pass(self) -> None:
-        """Raise if the first layer would divide a part again."""
+        """Raise if the first layer runs again within a forward, where it would divide this rank's part once more."""
         if self.num_passes is None:
             return
         if self.num_passes and (self.is_open or not self.gathers):

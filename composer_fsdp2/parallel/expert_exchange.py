@@ -13,7 +13,7 @@ from composer_fsdp2.parallel.expert_products import Rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """The experts of a layer. The ranks of a group divide them evenly, in order.
+    """The experts of a layer, divided evenly and in order over the ranks of a group.
 
     Args:
         is_even: Assume that each expert gets an equal number of rows, for tensors without values (fake tensors).
@@ -40,11 +40,14 @@ def exchange(
     *,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Apply the experts of all ranks to this rank's rows and sum the outputs by weight, as the layer's own loop does.
+    """Send each token to the ranks of its experts, and return the weighted sum of the experts' outputs.
+
+    Computes the same result as the loop over experts in the original layer.
 
     Args:
         rows: [tokens, width].
-        weights, chosen: [tokens, choices], of the router: the weight and the index of each chosen expert.
+        weights: [tokens, choices], from the router: the weight of each chosen expert.
+        chosen: [tokens, choices], from the router: the index of each chosen expert.
         compute: Applies this rank's experts to rows. Must accept zero rows.
         dtype: The dtype of the sums; None means that of ``rows``.
     Returns:
@@ -71,7 +74,7 @@ def _by_expert(
 ) -> torch.Tensor:
     """Sort the received rows by expert and compute them. They arrive ordered by source rank, and then by expert.
 
-    An expert without rows is computed on zero rows. All ranks then exchange the gradients in the same order.
+    An expert without rows is computed on zero rows, so that all ranks exchange the gradients in the same order.
     """
     num_ranks, num_own = arriving.shape
     numbers = torch.arange(num_own, device=arrived.device).repeat(num_ranks)
@@ -83,16 +86,16 @@ def _by_expert(
 def _agree(
     counts: torch.Tensor, num_rows: int, experts: Experts
 ) -> tuple[torch.Tensor, list[int], list[int], list[int]]:
-    """Exchange the numbers of rows that will be exchanged.
+    """All-to-all of the numbers of rows that ranks will exchange.
 
     Args:
         counts: The number of this rank's rows for each expert of all ranks.
         num_rows: Their sum.
     Returns:
-        The numbers of rows that arrive, [ranks, own experts], on the device; and on the host the numbers of rows that
-        this rank sends to each rank, receives from each rank, and computes with each of its experts.
+        The numbers of rows that arrive, [ranks, own experts], on the device. On the host, the numbers of rows that this
+        rank sends to each rank, receives from each rank, and computes with each of its experts.
 
-    Synchronizes once with the device.
+    Called on all ranks. Synchronizes once with the device.
     """
     num_ranks, arriving = dist.get_world_size(experts.group), torch.empty_like(counts)
     launch(dist.all_to_all_single, arriving, counts, group=experts.group)
@@ -107,7 +110,7 @@ def _agree(
 
 
 def _even(number: int, num_parts: int) -> list[int]:
-    """``number`` divided into ``num_parts`` integers, the larger ones first."""
+    """Divide ``number`` into ``num_parts`` integers that differ by at most 1, the larger ones first."""
     return [-(-(number - place) // num_parts) for place in range(num_parts)]
 
 

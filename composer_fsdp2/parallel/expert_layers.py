@@ -1,4 +1,4 @@
-"""The supported expert layers: LLM Foundry's ``torch_dmoe``, and those of Hugging Face's mixtures.
+"""The expert layers that can be expert-parallel: LLM Foundry's ``torch_dmoe``, and those of Hugging Face models.
 
 Each keeps its own router; only the loop over experts is replaced.
 """
@@ -28,8 +28,8 @@ class Kind:
 
     Args:
         number_of: The number of experts in a module of this kind; 0 for any other module.
-        expert_of: The index of the expert that owns a parameter, by the parameter's name in the module;
-            ``ALL_EXPERTS``, or None for a parameter outside of the experts.
+        expert_of: The index of the expert that owns a parameter, by the parameter's name in the module. ``ALL_EXPERTS``
+            for a parameter of all experts; None for one outside of the experts.
         method: The name of the method that calls the experts.
         compute: Replaces that method. Called with the module, its experts, and the method's arguments.
     """
@@ -50,9 +50,9 @@ def _takes(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _is_of_transformers(method: Any) -> bool:
-    """Whether the code of a method is in transformers; a script's own may compute something else.
+    """Whether a method is defined in transformers. A method that a script replaced may compute something else.
 
-    Checks its globals, because a wrapper copies the name and the module of the wrapped function.
+    Checks the method's globals, because a wrapper copies the name and the module of the wrapped function.
     """
     written_in: str = getattr(method, "__globals__", {}).get("__name__", "")
     return written_in.startswith("transformers.")
@@ -65,20 +65,23 @@ _ROUTED = ("MixtralSparseMoeBlock", "Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoe
 
 
 def _num_in_list(block: Any, classes: Collection[str], loop: str, takes: tuple[str, ...]) -> int:
-    """The number of experts in a block of one of these classes whose method ``loop`` calls a list of experts."""
+    """The number of experts if the block is of one of these classes and its method ``loop`` calls a list of experts."""
     experts, method = getattr(block, "experts", None), getattr(block, loop, None)
     is_known = type(block).__name__ in classes and isinstance(experts, nn.ModuleList) and _is_of_transformers(method)
     return len(block.experts) if is_known and _takes(getattr(block, loop)) == takes else 0
 
 
 def _num_in_block(block: nn.Module) -> int:
-    """The block's own forward loops: ``transformers/models/mixtral/modeling_mixtral.py`` and others, 4.51."""
+    """The number of experts of a block whose ``forward`` loops over them.
+
+    As in ``transformers/models/mixtral/modeling_mixtral.py`` and others, 4.51.
+    """
     has_router = isinstance(getattr(block, "gate", None), nn.Linear)
     return _num_in_list(block, _ROUTED, "forward", ("hidden_states",)) if has_router else 0
 
 
 def _compute_block(block: Any, experts: Experts, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The block's output, with its own router and shared expert; and the router's logits."""
+    """Run the block with its own router and shared expert. Return its output and the router's logits."""
     shape = hidden_states.shape
     if block.training and (noise := getattr(block, "jitter_noise", 0)) > 0:
         hidden_states = hidden_states * torch.empty_like(hidden_states).uniform_(1.0 - noise, 1.0 + noise)
@@ -111,7 +114,7 @@ _GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
 
 def _compute_modules(modules: nn.ModuleList, experts: Experts, rows: Rows) -> torch.Tensor:
-    """Apply this rank's expert modules: in one product if each consists of three plain matrices and an activation."""
+    """Apply this rank's expert modules; by grouped products if each has three plain matrices and an activation."""
     own: list[Any] = [modules[number] for number in experts.own]
     names = next((names for names in _GATED if all(_has_plain(each, names) for each in own)), None)
     if names is None:
@@ -126,7 +129,7 @@ _ADDED = ("forward", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", 
 
 
 def _has_plain(expert: nn.Module, names: tuple[str, ...]) -> bool:
-    """Whether an expert is as transformers defines it. Adapters, biases and hooks require calling the module itself."""
+    """Whether an expert is as transformers defines it. If it has adapters, biases or hooks, it must be called."""
     layers = [getattr(expert, name, None) for name in names]
     return (
         hasattr(expert, "act_fn")
@@ -141,7 +144,10 @@ def _has_plain(expert: nn.Module, names: tuple[str, ...]) -> bool:
 
 
 def _num_in_weights(module: nn.Module) -> int:
-    """Gated experts without biases that share one activation: ``transformers/integrations/moe.py``, 5.x."""
+    """The number of experts of a module with stacked weights: gated, without biases, with one activation.
+
+    As in ``transformers/integrations/moe.py``, 5.x.
+    """
     shapes = {name: tuple(each.shape) for name, each in module.named_parameters()}
     has_gate = hasattr(module, "_apply_gate") or hasattr(module, "act_fn")
     is_known = shapes.keys() == {"gate_up_proj", "down_proj"} and has_gate and _is_of_transformers(module.forward)
@@ -171,7 +177,7 @@ def _compute_weights(
 
 
 def _num_in_dmoe(module: nn.Module) -> int:
-    """``llmfoundry/models/layers/dmoe.py``, 0.22.0.
+    """The number of experts of ``llmfoundry/models/layers/dmoe.py``, 0.22.0.
 
     Its ``mlp`` has the weights of all experts, and takes rows and the index of one expert. The layer loops over
     experts.
@@ -196,7 +202,7 @@ def _compute_torch_dmoe(
 
 
 def _compute_mlp(mlp: nn.Module, experts: Experts, rows: Rows) -> torch.Tensor:
-    # It reshapes its weights, of which a rank all-gathers only a part, by its number of experts.
+    # The MLP reshapes its weights by its number of experts, and this rank all-gathers only some of these.
     with replaced(mlp, _NUMBER, len(experts.own)):
         return torch.cat([mlp(part, number) for number, part in enumerate(rows.values.split(rows.counts))])
 

@@ -1,4 +1,4 @@
-"""Products of rows with the weights of their experts: one kernel for all experts of a rank, or as few as possible."""
+"""Matrix products of rows with the weights of their experts, in one kernel or as few as possible."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ _MOST_PADDING = 2
 def gated_mlp(
     rows: "Rows", gate_up: Sequence[Weights], down: Weights, apply_gate: Callable[..., torch.Tensor]
 ) -> torch.Tensor:
-    """``down(apply_gate(...))`` for each row, with the weights of its expert.
+    """Apply ``down(apply_gate(...))`` to each row, with the weights of its expert.
 
     Args:
         gate_up: One weight or several, such as those of the gate and the up projection.
@@ -60,7 +60,7 @@ class Rows:
         )
 
     def padded(self, values: torch.Tensor) -> torch.Tensor:
-        """[rows, width] as [experts, maximum number of rows, width]."""
+        """Pad each expert's rows to the maximum: [rows, width] to [experts, maximum number of rows, width]."""
         size = len(self.counts), max(self.counts)
         flat = values.new_zeros(size[0] * size[1], values.shape[1])
         return flat.index_copy_(0, self.places, values).view(*size, values.shape[1])
@@ -77,9 +77,10 @@ def _linear(values: torch.Tensor, weights: Weights, rows: Rows) -> torch.Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """Saves the original weights for backward: ``fully_shard`` frees them after the forward and all-gathers them again.
+    """A linear layer with one weight per expert, as an autograd function.
 
-    A stack of the weights, or the tensors that autograd saves for one, would stay in memory in between.
+    Saves the original weights for backward: ``fully_shard`` frees them after the forward and all-gathers them again. A
+    stack of the weights, or the tensors that autograd would save, would stay allocated from forward to backward.
     """
 
     @staticmethod
@@ -103,7 +104,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _times(values: torch.Tensor, weights: Sequence[torch.Tensor], rows: Rows, *, transpose: bool) -> torch.Tensor:
-    """The product of each row with the weight of its expert, [in, out], or [out, in] with ``transpose``."""
+    """The product of each row with the weight of its expert: [in, out], or [out, in] with ``transpose``."""
     weights = [each.to(values.dtype) for each in weights]
     turned = [each.mT if transpose else each for each in weights]
     is_grouped = _is_grouped(values, turned[0].shape[-1])
@@ -128,6 +129,6 @@ def _outer(left: torch.Tensor, right: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 
 def _is_grouped(values: torch.Tensor, width: int) -> bool:
-    """Whether one kernel can compute it. Each row must start at a multiple of 16 bytes."""
+    """Whether one kernel can compute the product. Each row must start at a multiple of 16 bytes."""
     is_aligned = all(size * values.element_size() % 16 == 0 for size in (values.shape[1], width))
     return is_aligned and len(values) > 0 and has_grouped_product(values.device, values.dtype)

@@ -49,8 +49,8 @@ class ExpertPlan:
 
     Args:
         layers: Each of them is a separate unit.
-        choices: The model's choices, with these modules chosen as units.
-        placements: The placements along the expert axis of weights that a script has divided.
+        choices: The choices of the model's hooks, plus these layers as units.
+        placements: The placements along the expert axis of weights that a script has already sharded by experts.
     """
 
     layers: tuple[SplitExperts, ...]
@@ -69,8 +69,8 @@ def plan_experts(model: nn.Module, config: ShardingConfig, choices: ModelChoices
         choices: The choices of the model's hooks.
         read: Reads a module's own settings.
     Raises:
-        UnsupportedError: groups of ranks with expert parallelism; replicas or tensor parallelism with experts that a
-            script divided.
+        UnsupportedError: groups of ranks with expert parallelism; replicas or tensor parallelism, if a script has
+            already sharded the experts.
         PlanError: no such layer, a number of experts that the degree does not divide, or an unsupported mesh.
 
     Call this on all ranks with the same model. Does not communicate.
@@ -102,7 +102,7 @@ def plan_experts(model: nn.Module, config: ShardingConfig, choices: ModelChoices
 
 
 def paths_of_experts(model: nn.Module) -> frozenset[str]:
-    """The modules of experts in known layers. With expert parallelism, no layer plan may parallelize them."""
+    """The paths of the expert modules in known layers. With expert parallelism, no layer plan may parallelize them."""
     return frozenset(
         join(path, name)
         for path, module, kind, _ in _known_layers(model)
@@ -112,7 +112,7 @@ def paths_of_experts(model: nn.Module) -> frozenset[str]:
 
 
 def with_experts(plan: ShardingPlan, layers: tuple[SplitExperts, ...]) -> ShardingPlan:
-    """The plan with these layers.
+    """Return ``plan`` with the expert-parallel layers.
 
     A unit that was added for its experts is placed directly before the enclosing unit, and is initialized with it. A
     model on the meta device then gets the same values as without expert parallelism.
@@ -167,7 +167,7 @@ def start_experts(model: nn.Module, plan: ShardingPlan, modules: Mapping[str, nn
 
 
 def needed_rows(layer: SplitExperts, module: nn.Module) -> dict[nn.Parameter, Rows]:
-    """For each parameter of experts, the rows that each rank of the group needs."""
+    """For each parameter of experts, the rows that each rank of the group all-gathers."""
     needed: dict[nn.Parameter, Rows] = {}
     for name, parameter in module.named_parameters():
         expert, size, ranks = KINDS[layer.kind].expert_of(name), parameter.shape[0], range(layer.degree)
@@ -181,7 +181,7 @@ def needed_rows(layer: SplitExperts, module: nn.Module) -> dict[nn.Parameter, Ro
 
 
 def problems_of_experts(plan: ShardingPlan) -> Iterator[str]:
-    """The problems of each expert layer in a plan: unsupported, or training on wrong numbers."""
+    """Messages about expert layers in a plan that are not supported, or would train incorrectly."""
     units = {path: unit for unit in plan.units for path in unit.modules}
     specs = (spec for unit in plan.units for spec in (*unit.parameters, *unit.replicated))
     names = plan.unsharded_names.union(name for spec in specs for name in spec.names)
@@ -208,7 +208,10 @@ def problems_of_experts(plan: ShardingPlan) -> Iterator[str]:
 
 
 def _unlike_expert_problems(layer: SplitExperts, unit: ShardUnit) -> Iterator[str]:
-    """Ranks reduce the gradients of their experts together, so all experts must train the same parameters."""
+    """Yield messages about experts that train different parameters.
+
+    Ranks reduce the gradients of their experts together, so all experts must train the same parameters.
+    """
     trained: dict[str, dict[bool, str]] = {}
     for spec in unit.parameters:
         expert = _expert_of(layer, spec.name)
@@ -226,7 +229,7 @@ def _unlike_expert_problems(layer: SplitExperts, unit: ShardUnit) -> Iterator[st
 
 
 def _expert_of(layer: SplitExperts, name: str) -> int | None:
-    """``Kind.expert_of`` of a parameter or module by its path in the model; None outside of the layer."""
+    """Apply ``Kind.expert_of`` to the path of a parameter or module in the model; None outside of the layer."""
     if not is_at_or_under(name, layer.module):
         return None
     return KINDS[layer.kind].expert_of(name.removeprefix(f"{layer.module}.")) if layer.kind else ALL_EXPERTS
@@ -237,7 +240,7 @@ def _expert_of(layer: SplitExperts, name: str) -> int | None:
 
 
 def _split_by_script(model: nn.Module, of_model: MeshSpec) -> dict[nn.Parameter, DeviceMesh]:
-    """The weights that a script divided by experts, with the mesh axis."""
+    """The weights that a script has already sharded by experts, with the mesh axis."""
     split: dict[nn.Parameter, DeviceMesh] = {}
     for parameter in model.parameters():
         if not isinstance(parameter, DTensor) or not is_of_experts(parameter):
@@ -274,7 +277,7 @@ def _known_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, int]]
 def _layers(
     model: nn.Module, choices: ModelChoices, split: Mapping[nn.Parameter, DeviceMesh], degree: int
 ) -> tuple[SplitExperts, ...]:
-    """The layers of known kinds, and the modules with weights that a script divided."""
+    """The expert-parallel layers: those of known kinds, and modules whose weights a script has sharded by experts."""
     found = {
         path: SplitExperts(
             module=path, kind=kind, num_experts=number, degree=degree, is_added=path not in choices.chosen
@@ -332,6 +335,6 @@ def _problems_of_layer(module: nn.Module, layer: SplitExperts, settings: Mapping
 
 
 def _is_rest_of(mesh: Any, degree: int) -> bool:
-    """Whether the mesh contains the ranks with the same experts, which each ``degree`` consecutive ranks divide."""
+    """Whether the mesh contains the ranks with the same experts, for groups of ``degree`` consecutive ranks."""
     ranks = range(dist.get_rank() % degree, dist.get_world_size(), degree)
     return isinstance(mesh, DeviceMesh) and mesh.mesh.flatten().tolist() == list(ranks)

@@ -40,7 +40,7 @@ Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stack:
-    """Layers that run in sequence.
+    """A list of layers that run one after another.
 
     Args:
         path: The path of the list.
@@ -66,7 +66,7 @@ class _Stack:
         return any(getattr(config, kind, None) for config in configs for kind in kinds)
 
     def why_whole(self) -> str | None:
-        """The reason why each rank computes these layers on whole rows; None if they can be divided."""
+        """The reason why each rank computes these layers on full sequences; None if the layers can be divided."""
         if not {"input_ids", "inputs_embeds"} & _parameters_of(self.owner.forward):
             return "its rows are not those of a text"
         if any(len(_attention_modules(layer)) > 1 for layer in self.layers.values()):
@@ -135,7 +135,7 @@ def _problems_of_attention(module: Any) -> Iterator[str]:
 
 
 def _counts_places(module: Any) -> bool:
-    """Whether an attention module uses positions itself, other than by rotary angles."""
+    """Whether an attention module uses positions in another way than by rotary angles."""
     forward = inspect.unwrap(type(module).forward)
     if hasattr(module, "attn_temperature_tuning"):  # Llama 4, in layers without rotary angles
         return bool(module.attn_temperature_tuning) and not getattr(module, "use_rope", False)
@@ -163,7 +163,7 @@ def _problems(model: nn.Module) -> Iterator[str]:
 def _other_mixers(stack: _Stack) -> Iterator[str]:
     """Modules other than attention that mix positions, such as state-space models and convolutions.
 
-    They would silently mix only the positions of a part.
+    On this rank's part of a sequence they would mix only the positions of that part, without an error.
     """
     for path, layer in stack.layers.items():
         if not any(path in ancestors_or_self(attention) for attention in stack.attentions):
@@ -184,10 +184,10 @@ def _notes(model: Any) -> Iterator[str]:
 
 
 def _why_undivided(model: Any) -> str | None:
-    """The reason why the loss of a model cannot be divided; None if it can.
+    """The reason why the loss of a model cannot be divided over ranks; None if it can.
 
-    A loss can be divided if it is a sum over a count that the model is passed. Other losses may compute the mean of
-    a part, or compare positions with labels of other parts.
+    A loss can be divided if it is a sum over a count that the model is passed. Other losses may compute the mean over
+    this rank's part, or use labels of other ranks' parts.
     """
     forward = inspect.unwrap(type(model).forward)
     name = type(model).__name__
@@ -214,7 +214,7 @@ _EXCHANGING: WeakKeyDictionary[nn.Module, tuple[Attend, DividedLayers]] = WeakKe
 
 
 class _WithFewerHeads:
-    """An attention module with another number of groups, after key and value heads were repeated."""
+    """An attention module with another number of query heads per key and value head, after the latter were repeated."""
 
     def __init__(self, module: nn.Module, groups: int) -> None:
         self._module, self.num_key_value_groups = module, groups
@@ -231,7 +231,10 @@ def _attend_exchanged(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function of the interface: tensors (batch, heads, positions, features), a mask of whole rows."""
+    """The attention function that is registered with transformers. It exchanges heads for sequence.
+
+    Tensors are (batch, heads, positions, features); the mask is that of the full sequences.
+    """
     former, layers = _EXCHANGING[module]
     if options.get("dropout"):
         raise UnsupportedError(f"{KEY}: attention dropout of {options['dropout']:g}; set it to 0", keys=(KEY,))
@@ -266,7 +269,7 @@ def _functions() -> Any:
 
 
 def _mask_of_all(attention: str, hidden: torch.Tensor, length: int) -> torch.Tensor:
-    """A mask in which all positions see each other, in the format of an attention implementation."""
+    """A mask in which all positions attend to each other, in the format of an attention implementation."""
     if attention == "flash_attention_2":
         return hidden.new_ones(len(hidden), length, dtype=torch.int64)
     if attention == "sdpa":
@@ -277,7 +280,7 @@ def _mask_of_all(attention: str, hidden: torch.Tensor, length: int) -> torch.Ten
 # ---------------------------------------------------------------------------------------------------------------------
 # The model
 
-# Arguments of whole rows, or without rows, that layers may get: attention uses them as they are.
+# Arguments of full sequences, or without a dimension of rows, that layers may get: attention uses them unchanged.
 _OF_WHOLE_ROWS = {
     "attention_mask", "position_ids", "cache_position", "last_cache_position", "labels", "shift_labels",
     "num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_bias", "kwargs",
@@ -335,7 +338,7 @@ def _bias_of_whole_rows(
 
 
 def _forward_of_owner(stack: _Stack, layers: DividedLayers, name: str) -> Callable[..., Any]:
-    """The forward of the model that runs the layers. Its outputs are of whole rows, or of parts."""
+    """Make the forward of the model that runs the layers. It returns full sequences, or this rank's part of them."""
     forward, signature = stack.owner.forward, inspect.signature(stack.owner.forward)
 
     @functools.wraps(forward)
@@ -352,13 +355,13 @@ def _forward_of_owner(stack: _Stack, layers: DividedLayers, name: str) -> Callab
 
 
 def _has_states(given: Mapping[str, Any], config: Any) -> bool:
-    """Whether the outputs include the hidden states of all layers."""
+    """Whether the model returns the hidden states of all layers."""
     asked = given.get("output_hidden_states")
     return bool(getattr(config, "output_hidden_states", False) if asked is None else asked)
 
 
 def _placed(output: Any, layers: DividedLayers, has_states: bool) -> Any:
-    """Convert all outputs per position to whole rows, or all to parts."""
+    """Convert all outputs per position to full sequences, or to this rank's part of them."""
     place = layers.part if layers.group.in_parts else layers.whole
     if isinstance(output, tuple):
         if has_states:
@@ -369,7 +372,7 @@ def _placed(output: Any, layers: DividedLayers, has_states: bool) -> Any:
     for name in _OF_PLACES:
         if (value := output.get(name)) is not None:
             output[name] = place(value) if isinstance(value, torch.Tensor) else tuple(map(place, value))
-    if (logits := output.get("router_logits")) is not None:  # (rows x positions, experts); the loss is of whole rows
+    if (logits := output.get("router_logits")) is not None:  # (rows x positions, experts), for a loss of all positions
         num_rows = len(output[0])
         output["router_logits"] = tuple(
             layers.whole(each.unflatten(0, (num_rows, -1))).flatten(0, 1) for each in logits
@@ -378,7 +381,7 @@ def _placed(output: Any, layers: DividedLayers, has_states: bool) -> Any:
 
 
 def _forward_of_rows(model: nn.Module, layers: DividedLayers) -> Callable[..., Any]:
-    """The model's forward. With labels, its loss and logits are of this rank's part, if the loss can be divided."""
+    """Make the model's forward. If its loss can be divided, it returns this rank's part of the loss and logits."""
     group = layers.group
     forward, signature = model.forward, inspect.signature(model.forward)
     dtype = next((p.dtype for p in model.parameters() if p.dtype == torch.float64), torch.float32)
@@ -401,14 +404,14 @@ def _forward_of_rows(model: nn.Module, layers: DividedLayers) -> Callable[..., A
 
 
 def _arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments as a dict, including those of ``**kwargs``."""
+    """Bind the arguments to their names, including those of ``**kwargs``."""
     given = dict(signature.bind(*args, **kwargs).arguments)
     more = [each.name for each in signature.parameters.values() if each.kind is inspect.Parameter.VAR_KEYWORD]
     return given | given.pop(more[0], {}) if more else given
 
 
 def _mask_of_rows(given: Mapping[str, Any]) -> torch.Tensor | None:
-    """The padding mask, (rows, positions); None if there is none."""
+    """The padding mask among the arguments, (rows, positions); None if there is none."""
     mask = given.get("attention_mask")
     return mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
 
@@ -440,7 +443,7 @@ def _without_padding(given: dict[str, Any], layers: DividedLayers, stack: _Stack
 
 
 def refuse_arguments(given: Mapping[str, Any], *names: str) -> None:
-    """Raise for an argument with one of these names. All ranks raise, as they have the same batch."""
+    """Raise for an argument that is supported with full sequences only; on all ranks, which have the same batch."""
     for name in names:
         value = given.get(name)
         if name.startswith("output_") and value:

@@ -8,11 +8,11 @@ block's output, so backward, in the reverse order of forward, reaches it on ever
 
 Another unit of the block, such as a shared expert, is all-gathered on every rank either before all experts or after
 them. A rank that reaches it without having called an expert does not know which. If another rank is at an expert, the
-unit comes after them. The ranks compare this in the first forward in which a token chose an expert.
+unit comes after them. The ranks compare their positions in the first forward in which a token chose an expert.
 
-The order of hooks matters. An expert's pre-hook must run before the hook with which ``fully_shard`` all-gathers it.
-If the block is a unit, its hooks must run inside FSDP's: in backward that unit is all-gathered once the gradient of
-its output is computed. Register them *after* ``fully_shard``.
+The order of hooks matters. An expert's pre-hook must run before the hook with which ``fully_shard`` all-gathers it. If
+the block is a unit, its hooks must run inside FSDP's: in backward that unit is all-gathered once the gradient of its
+output is computed. Register them *after* ``fully_shard``.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -56,7 +56,7 @@ _IS_NOT_TOKEN_WISE = (
 
 
 def refuse_experts_of_batches(model: nn.Module, blocks: Sequence[ExpertBlock]) -> None:
-    """Raise for experts that contain batch norms: zero rows would make their statistics NaN.
+    """Raise if an expert contains a batch norm: zero rows would make its statistics NaN.
 
     Raises:
         PlanError: names the batch norm.
@@ -73,9 +73,9 @@ def start_idle_experts(
     before: Mapping[str, nn.Module],
     limit_s: float | None = None,
 ) -> None:
-    """Run the idle experts of a sharded model from now on. Called on all ranks.
+    """Register the hooks that run idle experts of a sharded model. Called on all ranks.
 
-    In the first forward of each block, ranks compare before each expert whether all of them call experts in order.
+    In the first forward of each block, the ranks check before each expert that all of them call experts in order.
 
     Args:
         before: The modules by path, without checkpoint wrappers. The recomputation of a block must run its hooks again;
@@ -89,7 +89,7 @@ def start_idle_experts(
 
 
 def run_idle_experts(block: nn.Module, experts: Sequence[nn.Module]) -> list[RemovableHandle]:
-    """Make every rank run each of ``experts`` once in a forward of ``block``, those without tokens on zero rows.
+    """Make every rank run each of ``experts`` once in a forward of ``block``. Experts without tokens run on zero rows.
 
     If the experts are separate units, call it for each block after ``fully_shard``::
 
@@ -125,20 +125,20 @@ def run_idle_experts(block: nn.Module, experts: Sequence[nn.Module]) -> list[Rem
 
 
 def _units_beside(block: nn.Module, experts: Iterable[nn.Module]) -> dict[str, Any]:
-    """The FSDP units in a block that are neither experts nor in one, by their paths in the block."""
+    """The FSDP units in a block outside of its experts, by their paths in the block."""
     of_experts = {each for expert in experts for each in expert.modules()}
     below = [(path, module) for path, module in block.named_modules() if path and module not in of_experts]
     return {path: module for path, module in below if isinstance(module, FSDPModule)}
 
 
 class _IdleExperts:
-    """The forwards of one block: which experts have run, and what the next idle ones run on.
+    """The state of a block's forward: which experts have run, and the arguments for the idle ones.
 
     Args:
-        block: Its name.
+        block: The name of the block.
         experts: By their names, in order.
-        beside: The units in the block that are no experts, by their paths.
-        ask: Compares with the other ranks in the first forward; None: the other ranks do not learn of an error.
+        beside: The units in the block outside of its experts, by their paths.
+        all_reduce_max: Compares integers across ranks in the first forward. If None, errors stay on their rank.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class _IdleExperts:
             f"idle_experts: in_order runs each expert of {block} once in a forward, in the order of registration"
         )
         self._were_units = [isinstance(expert, FSDPModule) for expert in self._experts]
-        # For each unit beside: whether it runs after the experts, once known.
+        # For each other unit of the block: whether it runs after the experts; None if that is not known yet.
         self._is_after: dict[str, bool | None] = dict.fromkeys(beside)
         self._is_any_chosen = False  # in this forward, by a token of any rank
         self._passed: list[str] = []  # other units that ran before any expert in this forward
@@ -167,7 +167,7 @@ class _IdleExperts:
         self._checked: set[int] = set()
 
     def start(self, block: nn.Module) -> list[RemovableHandle]:
-        """Register the hooks; those of units run before FSDP's own."""
+        """Register the hooks. Those on units run before FSDP's own hooks."""
         return [
             block.register_forward_pre_hook(self.begin, with_kwargs=True),
             *(
@@ -241,9 +241,9 @@ class _IdleExperts:
         return connect_first(output, outputs) if torch.is_grad_enabled() else None
 
     def _default_call(self) -> Arguments:
-        """The arguments of experts if no token of this rank chose any.
+        """The arguments of the experts if no token of this rank chose any expert in this forward.
 
-        Zero rows of the block's input, and the other arguments of the latest forward.
+        Zero rows of the block's input, and the other arguments of the latest forward with tokens.
         """
         rows = tuple(each.reshape(-1, each.shape[-1])[:0] for each in self._input)
         if self._previous_call is None or not rows:
@@ -257,7 +257,7 @@ class _IdleExperts:
         self._run_idle(len(self._experts), *(self._call or self._default_call()), is_asked=is_asked)
 
     def _run_idle(self, end: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_asked: bool = False) -> None:
-        """Run the experts from the next one to that before ``end``, on these arguments without rows.
+        """Run the experts from the next one up to ``end`` (exclusive) on zero rows of these arguments.
 
         Args:
             is_asked: Whether the ranks have already compared before the first of these experts.
@@ -290,7 +290,7 @@ class _IdleExperts:
     def _agree(
         self, *, out_of_order: int = 0, failed: int = 0, is_at_expert: bool = True, is_chosen: bool = False
     ) -> bool:
-        """Compare with the other ranks, which are at the same position, whether any has a problem.
+        """Compare across ranks, all of which are at the same position. Called on all ranks.
 
         Args:
             out_of_order: 1 + the index of an expert that this rank called out of order; 0 for none.
@@ -300,7 +300,7 @@ class _IdleExperts:
         Returns:
             Whether any rank is at an expert.
         Raises:
-            ComposerFSDP2Error: another rank has a problem, and this one has none.
+            ComposerFSDP2Error: another rank called an expert out of order or failed, and this rank did not.
         """
         if self._all_reduce_max is None:
             return is_at_expert

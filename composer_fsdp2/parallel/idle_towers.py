@@ -1,18 +1,20 @@
-"""``idle_towers``: run a part of the model that this rank's batch skips on an example, when another rank enters it.
+"""``idle_towers``: optional submodules run on an example on ranks whose batch has no input for them.
+
+A tower is a submodule that the model calls only for some batches, such as an image encoder.
 
 [Note: idle towers] The units in a vision tower are all-gathered by the ranks with an image in their batch, while the
-other ranks would wait at the next unit. Before each tower, and before each part that all ranks run (a sync point), the
-ranks therefore agree on the first tower that any rank is about to enter. All ranks run that tower next, a rank that is
-about to enter it on its image, the others on an example, until no rank is about to enter any. Regardless of how often
-each rank enters a tower (an image, then a video), all ranks run the same towers in one order. A tower that no rank
-enters does not run.
+other ranks would wait at the next unit. Before each tower, and before each submodule that all ranks run (a sync point),
+the ranks therefore agree on the first tower that any rank is about to call. All ranks run that tower next, a rank that
+is about to call it on its image, the others on an example, until no rank is about to call any. Regardless of how often
+each rank calls a tower (an image, then a video), all ranks run the same towers in one order. A tower that no rank calls
+does not run.
 
 The output of a tower is connected to the input of the next sync point by an empty slice, on ranks with an image as
-well. Backward then reaches all of the tower on all ranks, including a last layer whose output the model does not read.
-The gradient of the example is exactly zero.
+well. Backward then runs through all of the tower on all ranks, including a last layer whose output the model does not
+use. The gradient of the example is exactly zero.
 
-The example is ``example_inputs`` of the tower, or the smallest input that this rank has seen, with its floating
-point values replaced by zeros. A rank that has seen none receives one from another rank.
+The example is ``example_inputs`` of the tower, or the smallest input that this rank has seen, with its floating point
+values replaced by zeros. A rank that has seen none receives one from another rank.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,10 +50,10 @@ _OPERATION = Operation(
 
 
 def refuse_towers(model: nn.Module, models: Sequence[TowerModel], checkpointed: Sequence[str]) -> None:
-    """Raise for an ``example_inputs`` that no tower could be called with, and for recomputation around a tower's model.
+    """Raise for ``example_inputs`` that do not fit a tower's forward, and for checkpointing around a tower's model.
 
     Args:
-        checkpointed: The paths of the recomputed modules.
+        checkpointed: The paths of the modules with activation checkpointing.
     Raises:
         PlanError: names the module.
     """
@@ -73,11 +75,11 @@ def refuse_towers(model: nn.Module, models: Sequence[TowerModel], checkpointed: 
 def start_idle_towers(
     model: nn.Module, models: Sequence[TowerModel], before: Mapping[str, nn.Module], limit_s: float | None = None
 ) -> None:
-    """Run the idle towers of a sharded model from now on. Called on all ranks.
+    """Register the hooks that run idle towers of a sharded model. Called on all ranks.
 
     Args:
         before: The modules by path, without checkpoint wrappers.
-        limit_s: The timeout of these comparisons in seconds; None means that of other votes.
+        limit_s: The timeout of the comparisons across ranks, in seconds; None means that of other votes.
     """
     for each in models:
         outer = before[each.model]
@@ -95,7 +97,7 @@ def start_idle_towers(
 
 
 def _wrap_forward(outer: nn.Module, towers: "_Towers") -> None:
-    """Wrap ``forward`` itself, not by hooks: peft calls the ``forward`` of the model that it adapts."""
+    """Replace ``outer.forward`` instead of registering hooks: peft calls ``forward`` of the model that it adapts."""
     forward = outer.forward
 
     @wraps(forward)
@@ -107,7 +109,7 @@ def _wrap_forward(outer: nn.Module, towers: "_Towers") -> None:
 
 
 class _Graph(Enum):
-    """The graph that autograd records for a tower, which must be the same on all ranks."""
+    """Which autograd graph a tower's inputs and parameters create. It must be the same on all ranks."""
 
     NONE = 0  # a model may call a tower that it does not train under ``torch.no_grad``
     PARAMETERS = 1
@@ -121,7 +123,7 @@ class _Graph(Enum):
 
 
 class _Towers:
-    """The forwards of one module that calls towers, on this rank.
+    """The state of a forward of the model that calls the towers, on this rank.
 
     Attributes:
         modules: The towers.
@@ -187,13 +189,15 @@ class _Towers:
         return map_tensors(output, lambda each: connect(each, unconnected) if each.is_floating_point() else each)
 
     def _run_towers_of_others(self, where: str, own: tuple[int, _Graph] | None = None) -> _Graph | None:
-        """Run the towers that other ranks are about to enter on examples, until that is ``own`` or none.
+        """Run the towers that other ranks call next, on examples, until ``own`` is next or no rank calls any.
 
         Args:
             where: This rank's position in the model.
-            own: The tower that this rank is about to enter, and the graph that it adds.
+            own: The tower that this rank is about to call, and its autograd graph.
         Returns:
-            The largest graph that ``own`` adds on any rank.
+            The largest graph that ``own`` has on any rank.
+
+        Called on all ranks; compares a number across ranks before each tower.
         """
         code = 0 if own is None else len(_Graph) * (len(self.modules) - own[0]) + own[1].value
         while found := self._all_reduce_max(where, [code])[0]:
@@ -206,7 +210,10 @@ class _Towers:
         return None
 
     def _share_example(self, number: int, where: str) -> None:
-        """Send an example of a tower to the ranks that have none: the rank that is about to enter it has one."""
+        """All-gather an example of a tower if a rank has none. Called on all ranks.
+
+        A rank that is about to call the tower has one.
+        """
         [lacks] = self._all_reduce_max(where, [number not in self._examples])
         if lacks:
             own = self._examples.get(number)
@@ -247,7 +254,10 @@ class _Towers:
 def _map_main_input(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> Arguments | None:
-    """The arguments with their main tensor changed: a floating point one, no mask or positions. None without any."""
+    """Apply ``change`` to the main tensor of the arguments: the first floating point one that is no mask or positions.
+
+    None if there is no such tensor.
+    """
     given: dict[Any, Any] = dict(enumerate(args)) | kwargs
     places = [
         key
@@ -262,20 +272,20 @@ def _map_main_input(
 
 
 def _require_grad(tensor: torch.Tensor) -> torch.Tensor:
-    """Require grad, as for the output of a trained part on another rank.
+    """Make a tower's input require grad, as it does on a rank where a trained module computed it.
 
-    A unit's backward ends later if an input requires grad.
+    The backward of a unit ends later if an input requires grad.
     """
     return tensor.detach().requires_grad_()
 
 
 @dataclass(frozen=True, slots=True)
 class _Example:
-    """Arguments of a tower.
+    """Arguments with which a tower can be called.
 
     Args:
-        num_elements: Of its tensors; the smallest example is used.
-        stays_on_cpu: Whether tensors that are on the CPU belong there.
+        num_elements: The number of elements of the tensors. The smallest example is used.
+        stays_on_cpu: Whether tensors on the CPU remain there, instead of moving to the device.
     """
 
     arguments: Arguments
@@ -284,10 +294,13 @@ class _Example:
 
     @staticmethod
     def seen(args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Example":
-        """Arguments of a call: zeros for floating point tensors, the values of others, such as image sizes."""
+        """Make an example from the arguments of a call.
+
+        Floating point tensors are replaced by zeros. Others, such as image sizes, keep their values.
+        """
 
         def of(tensor: torch.Tensor) -> torch.Tensor:
-            # One zero in memory, whatever the shape.
+            # One zero in memory for any shape.
             return tensor.new_zeros(()).expand(tensor.shape) if tensor.is_floating_point() else tensor.detach().clone()
 
         num_elements = sum(each.numel() for each in tensors_in((args, kwargs)))

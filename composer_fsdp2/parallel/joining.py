@@ -82,10 +82,10 @@ def _join_tensors(tensors: Sequence[torch.Tensor], path: str) -> torch.Tensor:
 
 
 def _same_on_all(values: Sequence[Any], path: str) -> Any:
-    """A value that belongs to no row, such as a mask for all rows: returned once if it is equal on all ranks.
+    """A value without rows, such as a mask for all rows: returned once if it is equal on all ranks.
 
-    A vector of integers with a different length is rejected even if it is equal: it may contain offsets into one
-    rank's rows.
+    A vector of integers with a different length is rejected even if it is equal: it may contain offsets into one rank's
+    rows.
     """
     first = values[0]
     is_vector = isinstance(first, torch.Tensor) and first.ndim == 1
@@ -117,7 +117,7 @@ def _join_mappings(values: Sequence[Mapping[Any, Any]], rows: Sequence[int | Non
 
 
 def _padded(values: Sequence[Mapping[Any, Any]], path: str) -> Sequence[Mapping[Any, Any]]:
-    """The batches, with tokens and their masks and labels padded to the longest."""
+    """Pad tokens, masks and labels of the batches to the longest batch."""
     tokens = [value.get(_TOKENS) for value in values]
     if not all(isinstance(each, torch.Tensor) and each.ndim == 2 for each in tokens):
         return values
@@ -142,7 +142,7 @@ def _padded(values: Sequence[Mapping[Any, Any]], path: str) -> Sequence[Mapping[
 
 
 def _pad(value: Any, length: int, longest: int, fill: int | None, is_left: bool, path: str) -> Any:
-    """``value`` padded along dimension 1, if it is a tensor whose dimension 1 is the sequence."""
+    """Pad ``value`` along dimension 1, if it is a tensor whose dimension 1 is the sequence."""
     if not isinstance(value, torch.Tensor) or value.ndim < 2 or value.shape[1] != length:
         return value
     if fill is None or value.ndim > 2:
@@ -158,7 +158,7 @@ def _is_padded_left(values: Iterable[Mapping[Any, Any]]) -> bool:
 
 
 def _pad_token(values: Iterable[Mapping[Any, Any]]) -> int | None:
-    """The token at masked positions; None where no position is masked."""
+    """The token at masked positions; None if no position is masked."""
     found = (value[_TOKENS][~value[_MASK].bool()] for value in values if _is_of_tokens(value[_MASK], value))
     return next((int(tokens[0]) for tokens in found if tokens.numel()), None)
 

@@ -1,15 +1,15 @@
 """Layer plans of known models: ``layer_plan: auto``.
 
-Hugging Face's models name their TP-sharded layers (``base_model_tp_plan`` of their configuration); those of LLM Foundry
+Hugging Face models list their TP-sharded layers (``base_model_tp_plan`` of their configuration); those of LLM Foundry
 are in a table here. This module adds what these plans omit: norms between TP-sharded layers, whose gradients must be
-summed ([Note: partial gradients]); embedding and head, sharded by rows of the vocabulary if all ranks get equal
-numbers; and experts that are modules. If the degree does not divide an attention's heads, or the attention is known to
-mix up columns ([Note: fused projections]), its weights are TP-sharded and it computes all heads on every rank.
+summed ([Note: partial gradients]); embedding and head, sharded by rows of the vocabulary if the degree divides the
+vocabulary; and experts that are modules. If the degree does not divide an attention's heads, or a rank's columns would
+be misread ([Note: fused projections]), the attention's weights are TP-sharded but it computes all heads on every rank.
 
 [Note: fused projections] ``ColwiseParallel`` gives each rank consecutive columns. If a layer concatenates two
-projections, as Phi-3's ``gate_up_proj`` does, the first rank gets the gate and the second the factor that the gate
-is multiplied with. The model's forward then splits each rank's columns in two and computes something else, without
-an error. The layout is correct if each head's columns are consecutive, as in GPT-NeoX's ``query_key_value``.
+projections, as Phi-3's ``gate_up_proj`` does, the first rank gets the gate and the second rank the projection that the
+gate multiplies. The model's forward then splits each rank's columns in two and computes something else, without an
+error. The layout is correct if each head's columns are consecutive, as in GPT-NeoX's ``query_key_value``.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -70,7 +70,7 @@ def automatic_plan(model: nn.Module, degree: int, num_shards: int) -> dict[str, 
     Args:
         model: A model of transformers or LLM Foundry, or a module that contains one.
         degree: The tensor-parallel degree.
-        num_shards: The number of shards by which rows must be divisible in addition; 1 if they need not be.
+        num_shards: The vocabulary is TP-sharded only if its size is a multiple of ``degree`` times this number.
     Raises:
         PlanError: no plan is known for it.
 
@@ -100,7 +100,7 @@ def automatic_plan(model: nn.Module, degree: int, num_shards: int) -> dict[str, 
 
 
 def matching_paths(model: nn.Module, pattern: str) -> list[str]:
-    """The paths of the modules that match a path, in which ``*`` stands for the name of any child, as in torch."""
+    """The paths of the modules that match a pattern. ``*`` stands for the name of any child, as in torch."""
     found = [("", model)]
     for part in pattern.split(".") if pattern else ():
         found = [
@@ -113,7 +113,7 @@ def matching_paths(model: nn.Module, pattern: str) -> list[str]:
 
 
 def _plan_of_base_model(module: Any) -> Mapping[str, str]:
-    """The plan of a base model; the models around it share its configuration, and are skipped."""
+    """The plan of a base model. Models that contain it share its configuration, and are skipped."""
     if not is_pretrained(module) or module.base_model is not module:
         return {}
     config = module.config
@@ -127,7 +127,7 @@ def _parent_path(path: str) -> str:
 def _styles_within(modules: Mapping[str, nn.Module], kinds: Mapping[str, str], degree: int) -> dict[str, ParallelStyle]:
     """The styles of one module's layers.
 
-    If they cannot compute with a part of the columns, each layer takes and returns all columns.
+    If the module cannot compute with some of the columns, each layer takes and returns all columns.
     """
     linear = {path: module for path in kinds if isinstance(module := modules[path], nn.Linear)}
     fitting = {path for path, each in linear.items() if not (each.out_features % degree or each.in_features % degree)}
@@ -140,7 +140,7 @@ def _styles_within(modules: Mapping[str, nn.Module], kinds: Mapping[str, str], d
 
 
 def _norms_of_heads(modules: Mapping[str, nn.Module], plan: Mapping[str, ParallelStyle]) -> Iterator[str]:
-    """Modules beside split projections that are applied to each head."""
+    """Norms that are applied to each head, in a module whose projections are TP-sharded."""
     for above in dict.fromkeys(_parent_path(path) for path, style in plan.items() if _outputs_columns(style)):
         for name, module in modules[above].named_children():
             shapes = {tuple(parameter.shape) for _, parameter in own_parameters(module)}
@@ -149,7 +149,7 @@ def _norms_of_heads(modules: Mapping[str, nn.Module], plan: Mapping[str, Paralle
 
 
 def _embedding_and_head(model: Any, paths: Mapping[nn.Module, str], num_parts: int) -> dict[str, ParallelStyle]:
-    """The styles of a model's embedding and head. If they share a weight, both by rows of the vocabulary."""
+    """The styles of a model's embedding and head. If they share a weight, both are sharded by vocabulary rows."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if type(head) is not nn.Linear:
         return {}
@@ -194,7 +194,7 @@ def problems_of_projections(
 
 
 def _problems_of_heads(path: str, module: nn.Linear, parent: nn.Module, width: int, degree: int) -> Iterator[str]:
-    """An attention whose projections are split computes with whole heads, of ``width`` columns, on each rank."""
+    """Messages if a TP-sharded attention would not get full heads, of ``width`` columns, on each rank."""
     heads, rest = divmod(module.out_features, width)
     if not rest and heads % degree:
         yield (
@@ -209,12 +209,12 @@ def _problems_of_heads(path: str, module: nn.Linear, parent: nn.Module, width: i
 
 
 def _outputs_columns(style: ParallelStyle) -> bool:
-    """Whether a rank computes only with the columns of its part."""
+    """Whether each rank of a column-wise layer returns only its own columns."""
     return isinstance(style, ColwiseParallel) and isinstance(style.output_layouts[0], Shard)
 
 
 def _takes_columns(style: ParallelStyle) -> bool:
-    """Whether the layer takes the columns that ``_outputs_columns`` leaves."""
+    """Whether each rank of a row-wise layer takes only its own columns, as ``_outputs_columns`` returns them."""
     return isinstance(style, RowwiseParallel) and isinstance(style.input_layouts[0], Shard)
 
 

@@ -40,7 +40,7 @@ from composer_fsdp2.training.run import Run, start_run
 
 
 def refuse_illegal(plan: ShardingPlan) -> None:
-    """Raise for a plan that this torch cannot execute, or that would train on wrong numbers.
+    """Raise for a plan that the installed torch cannot execute, or that would train incorrectly.
 
     Raises:
         PlanError: every problem, with the module and an alternative.
@@ -96,7 +96,7 @@ def execute_plan(
 
 
 def _nesting_problems(plan: ShardingPlan) -> Iterator[str]:
-    """A unit that precedes units inside it would shard their parameters too."""
+    """Messages about units that precede units inside them, and would therefore shard their parameters too."""
     taken: dict[str, str] = {}
     for unit in plan.units:
         around = next((taken[each] for path in unit.modules for each in ancestors_or_self(path) if each in taken), None)
@@ -109,7 +109,10 @@ def _nesting_problems(plan: ShardingPlan) -> Iterator[str]:
 
 
 def _tiling_problems(plan: ShardingPlan) -> Iterator[str]:
-    """Each chunk would all-gather a unit inside, and ranks with shorter sequences have fewer chunks than others."""
+    """Messages about tiled MLPs that contain units.
+
+    Each chunk would all-gather them, and ranks with shorter sequences have fewer chunks than others.
+    """
     for tiled in plan.tiled:
         if inside := [path for unit in plan.units for path in unit.modules if tiled in ancestors_or_self(path)[1:]]:
             yield (
@@ -120,7 +123,7 @@ def _tiling_problems(plan: ShardingPlan) -> Iterator[str]:
 
 
 def _layer_problems(plan: ShardingPlan) -> Iterator[str]:
-    """The gradients of a TP-sharded layer are averaged by the unit that shards it."""
+    """Messages about TP-sharded layers in no unit. A unit averages the gradients of its TP-sharded layers."""
     unsharded = {*plan.unsharded_names, *(name for spec in plan.replicated for name in spec.names)}
     for module in plan.split:
         if inside := sorted(name for name in unsharded if name.rpartition(".")[0] == module.path):
@@ -131,7 +134,7 @@ def _layer_problems(plan: ShardingPlan) -> Iterator[str]:
 
 
 def _unit_problems(plan: ShardingPlan) -> Iterator[str]:
-    """Limits of ``fully_shard`` for a unit whose parameters are also sharded along another axis."""
+    """Messages about limits of ``fully_shard`` for units whose parameters are also sharded along another axis."""
     kind, way_out = "tensor", "pad them, leave the module out of the layer plan"
     if not plan.split:
         kind, way_out = "expert", "split over more ranks"

@@ -1,10 +1,10 @@
 """torch's tensor-parallel styles for dimensions of any length, such as the sequence between TP-sharded layers.
 
 [Note: padded sequences] torch's styles take and return local tensors, and assume that these have equal sizes on all
-ranks. If the degree does not divide the length, they have not: the ranks send buffers of different sizes, which
-aborts or hangs. The input of a module that divides a dimension is therefore padded with zeros, and the padding is
-removed from the output of a module that gathers it. Norms and dropouts in between also process the padding; nothing
-reads the result, and its gradients are zero.
+ranks. If the degree does not divide the length, the ranks send buffers of different sizes, which aborts or hangs. The
+input of a module that divides a dimension is therefore padded with zeros, and the padding is removed from the output of
+a module that gathers it. Norms and dropouts between the two also process the padding; its outputs are not used, and its
+gradients are zero.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ _Change = Callable[[torch.Tensor, Placement | None, Placement | None], torch.Ten
 
 
 class PaddedStyle(ParallelStyle):
-    """A style that pads tensors it would divide unevenly ([Note: padded sequences]).
+    """A style that pads tensors if the degree does not divide them ([Note: padded sequences]).
 
     Args:
         style: torch's style.
@@ -75,14 +75,14 @@ class PaddedStyle(ParallelStyle):
 
 
 def padded(style: ParallelStyle, added: AddedPlaces) -> ParallelStyle:
-    """The style, padded if it divides or gathers a dimension other than the last."""
+    """Return a ``PaddedStyle`` if ``style`` divides or gathers a dimension other than the last; else ``style``."""
     layouts = [layout for changes in _changes(style) for change in changes.values() for layout in change]
     # The last dimension needs no padding: the plan has checked the widths of the layers.
     return PaddedStyle(style, added) if any(isinstance(each, Shard) and each.dim != -1 for each in layouts) else style
 
 
 def _changes(style: ParallelStyle) -> tuple[_Changes, _Changes]:
-    """The layout changes of a module's inputs and outputs; for a TP-sharded layer, from its input to its output."""
+    """The layout changes of a module's inputs and outputs. A TP-sharded layer has one, from input to output."""
     if isinstance(style, ColwiseParallel | RowwiseParallel):
         return {0: (style.input_layouts[0], style.output_layouts[0])}, {}
     of_inputs = getattr(style, "prepare_module_input", style)  # of torch 2.13's style for both

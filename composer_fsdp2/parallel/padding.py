@@ -1,11 +1,11 @@
-"""Padding of sequences that several ranks share: read once, and masked only if necessary.
+"""Padding of sequences in context parallelism: read once per batch, and masked only if necessary.
 
-[Note: padding] A mask has one element per pair of positions: 32 GiB in bf16 for a row of 131,072. Kernels such as
-flash attention accept none. With causal attention, a token sees no later position. With padding on the right, tokens
-therefore have the same outputs and gradients without a mask. Padding positions have different outputs, which reach
-no loss if their labels do not count. With padding elsewhere, attention gets the positions of each row in a different
-order, tokens first, and its output is reordered back. The model creates its mask only if the label of a padding
-position counts, such as that of the first token after padding on the left: the loss of one process includes it,
+[Note: padding] A mask has one element per pair of positions: 32 GiB in bf16 for a row of 131,072. Kernels such as flash
+attention accept none. With causal attention, a token does not attend to later positions. With padding on the right,
+tokens therefore have the same outputs and gradients without a mask. Padding positions have different outputs, which do
+not affect the loss if their labels do not count. With padding elsewhere, attention gets the positions of each row in a
+different order, tokens first, and its output is reordered back. The model creates its mask only if the label of a
+padding position counts, such as that of the first token after padding on the left: the loss of one process includes it,
 computed from what that position attends to under the mask.
 """
 
@@ -23,7 +23,7 @@ _FEATURES = ("attention_mask", "labels")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padding:
-    """How the padding of a batch is masked.
+    """Where the padding of a batch is, and whether it needs a mask.
 
     Args:
         is_right: Whether all padding follows the tokens of its row, or the batch has none.
@@ -52,7 +52,7 @@ _SOURCES = WeakTensorKeyDictionary()
 
 
 def note_copies(batch: Any, moved: Any) -> None:
-    """Record the source of a batch on a device, so that ``Padding.of`` need not synchronize.
+    """Record the batch in host memory of which ``moved`` is a copy, so that ``Padding.of`` need not synchronize.
 
     Args:
         batch: The batch in host memory; must not be modified in place.
@@ -70,7 +70,7 @@ def _is_copy(source: torch.Tensor, copy: torch.Tensor) -> bool:
 
 
 def _in_host_memory(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The tensors' sources in host memory; the tensors themselves if one is no copy or was modified."""
+    """The recorded tensors in host memory; the tensors themselves if one is no copy or was modified."""
     found = [(each, *_SOURCES[each]) for each in tensors if each in _SOURCES]
     sources = [source for copy, source, version in found if copy._version == version]
     return sources if len(sources) == len(tensors) else tensors
@@ -81,7 +81,7 @@ def _in_host_memory(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def order_of_rows(mask: torch.Tensor) -> torch.Tensor:
-    """The positions of each row with tokens first, as ``DividedLayers.exchanged`` takes them.
+    """A permutation of the positions of each row with tokens first, for ``DividedLayers.exchanged``.
 
     Args:
         mask: 1 for each token, (batch, positions).

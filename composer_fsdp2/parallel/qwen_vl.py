@@ -1,7 +1,7 @@
 """Context parallelism for Qwen2.5-VL of transformers up to 4.51, whose attention does not use the attention interface.
 
-The tower and the token embeddings compute whole rows, so image features are at the positions of their tokens on
-every rank. See [Note: divided layers].
+The vision tower and the token embeddings compute full sequences, so image features are at the positions of their tokens
+on every rank. See [Note: divided layers].
 """
 
 import functools
@@ -53,7 +53,7 @@ def _start(whole: nn.Module, model: Any, attentions: Sequence[Any], group: Conte
 
 
 def _forward_of_rows(model: Any, group: ContextGroup) -> Callable[..., Any]:
-    """The model's forward. With labels, its logits and loss are those of this rank's part."""
+    """Make the model's forward. With labels, it returns this rank's part of the loss and logits."""
     forward, signature = model.forward, inspect.signature(model.forward)
 
     @functools.wraps(forward)
@@ -82,7 +82,7 @@ def _attend(
     position_embeddings: Any = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None, None]:
-    """The forward of an attention module. The mask is of whole rows, the other tensors of this rank's part."""
+    """The forward of an attention module. The mask is of the full sequences, the other tensors of this rank's part."""
     projections = (module.q_proj, module.k_proj, module.v_proj)
     query, key, value = (
         each(hidden_states).unflatten(-1, (-1, module.head_dim)).transpose(1, 2) for each in projections

@@ -2,13 +2,13 @@
 
 [Note: partial gradients] Between a column-wise and a row-wise layer each rank computes its own heads or features, and
 between modules of sequence parallelism its own part of the sequence. A parameter that is used there but is not in the
-layer plan, such as the weight of a norm over each head's query, gets this rank's part of its gradient only. torch does
-not sum the parts, and the copies of the parameter diverge. Whether this happens depends on the forward, so the
+layer plan, such as the weight of a norm over each head's query, gets only this rank's summand of its gradient. torch
+does not sum them, and the copies of the parameter diverge. Whether this happens depends on the forward, so the
 gradients are compared at the end of the first backward.
 
 The opposite mistake is ``SequenceParallel`` on a module whose input each rank has in full. It makes the gradients of
-its parameters degree times too large, equally on all ranks. The inputs of these modules are therefore compared as
-well. Parts of a sequence differ, unless all of its positions are equal; in that case the comparison is repeated.
+its parameters degree times too large, equally on all ranks. The inputs of these modules are therefore compared as well.
+Parts of a sequence differ, unless all of its positions are equal; in that case the comparison is repeated.
 """
 
 import math
@@ -51,14 +51,15 @@ def compare_replicated_gradients(
     """Make the first backward raise on all ranks if copies of a parameter along the tensor axis would diverge.
 
     A parameter whose gradient is zero, or not finite, is compared again in later backwards, at intervals that double
-    each time. Afterwards nothing is sent. Also raises if ``SequenceParallel`` gets inputs that are not divided.
+    each time. Once all are compared, it no longer communicates. Also raises if ``SequenceParallel`` gets the full
+    sequence as input.
 
     Args:
         model: The sharded model.
         plan: Its plan; the mesh has a tensor axis.
         meshes: The mesh of each unit by its name.
 
-    Called on all ranks; does not communicate.
+    Called on all ranks; does not communicate itself.
     """
     for units in units_by_root(plan.units).values():
         root, along = at_path(model, units[-1].name), meshes[units[-1].name].tensor
@@ -81,14 +82,14 @@ def compare_replicated_gradients(
 
 @dataclass(slots=True, eq=False)
 class _Comparison:
-    """Runs at the end of a backward that reduced gradients. Called on all ranks.
+    """A hook that compares copies of parameters at the end of a backward that reduced gradients. Called on all ranks.
 
     Args:
         pending: The parameters that have not been compared, by name.
         inputs: The modules of sequence parallelism whose inputs have not been compared, by path.
         hooks: The hooks of these modules.
         along: The ranks with copies of the parameters.
-        groups: Together they contain all ranks of the model.
+        groups: The process groups that together contain all ranks of the model.
     """
 
     pending: dict[str, nn.Parameter]
@@ -133,9 +134,9 @@ class _Comparison:
             )
 
     def _squares(self) -> list[list[float]]:
-        """The squared distance from the mean along the axis, and the squared norm, per gradient and then per input.
+        """The squared distance from the mean along the axis, and the squared norm, of each gradient and input.
 
-        Over all ranks of the model: two all-reduces, of 2 KiB and of 16 bytes per parameter or input.
+        Summed over all ranks of the model by two all-reduces, of 2 KiB and of 16 bytes per parameter or input.
         """
         device = device_of_group(self.along)
         gradients = [parameter.grad for parameter in self.pending.values()]
@@ -154,7 +155,7 @@ class _Comparison:
 
 
 def _note_input(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """A forward pre-hook: store this rank's part of the input of a forward in training, folded.
+    """A forward pre-hook: in training, store this rank's input in reduced form (``_folded``).
 
     Disabled in a compiled model: torch 2.7 cannot break the graph at the result of a collective. A module-level
     function instead of a method or a closure, whose cells Dynamo would guard.
@@ -168,7 +169,7 @@ def _note_input(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def _folded(tensor: torch.Tensor) -> torch.Tensor:
-    """Reshape the elements to rows of ``_WIDTH``, the last one padded with zeros, and sum the rows."""
+    """Reshape the elements to rows of ``_WIDTH``, the last one padded with zeros, and return the sum of the rows."""
     flat = tensor.flatten()
     whole = len(flat) // _WIDTH * _WIDTH
     folded = flat[:whole].view(-1, _WIDTH).sum(0, dtype=torch.float64)

@@ -25,7 +25,7 @@ register_model_adapter(QWEN_VL)
 
 
 def plan_context(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
-    """The plan with the attention modules that exchange heads for sequence; unchanged without a context axis.
+    """Return ``plan`` with the attention modules that exchange heads for sequence; unchanged without a context axis.
 
     Raises:
         UnsupportedError: an attention module that is unknown, or cannot be divided; names each module and an
@@ -67,10 +67,10 @@ def plan_context(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
 
 
 def start_context(model: nn.Module, plan: ShardingPlan) -> tuple[ContextGroup | None, Callable[[], None]]:
-    """Make the model compute a part of its sequences according to the plan, before it is wrapped or sharded.
+    """Make the model compute this rank's part of its sequences. Called before it is wrapped or sharded.
 
     Returns:
-        This rank's group, and a function to call after the model is sharded.
+        This rank's context-parallel group, and a function to call after the model is sharded.
 
     Called on all ranks; creates process groups.
     """
@@ -97,7 +97,7 @@ def start_context(model: nn.Module, plan: ShardingPlan) -> tuple[ContextGroup | 
 
 
 def _models(model: nn.Module) -> dict[str, ModelAdapter]:
-    """The adapters of the outermost modules that have one, by path."""
+    """The adapters and paths of the outermost modules for which an adapter is registered."""
     found: dict[str, ModelAdapter] = {}
     for path, module in model.named_modules():
         adapter = next((each for each in model_adapters() if each.matches(module)), None)
@@ -111,7 +111,7 @@ _KNOWN_LOSSES = ("composer.models.huggingface", "llmfoundry.")
 
 
 def _notes_of_losses(model: nn.Module, path: str) -> Iterator[str]:
-    """Notes on modules around the model, such as a ComposerModel, whose loss may use labels of whole rows."""
+    """Notes on modules around the model, such as a ComposerModel, whose loss may use the labels of full sequences."""
     for above in ancestors_or_self(path)[1:]:
         around = type(at_path(model, above))
         written_in = getattr(getattr(around, "loss", None), "__module__", None)
@@ -123,7 +123,7 @@ def _notes_of_losses(model: nn.Module, path: str) -> Iterator[str]:
 
 
 def _problems_of_attentions(facts: Mapping[str, AttentionFacts], heads_per: int) -> list[str]:
-    """The problems of all attention modules. A problem that several have in common is listed once."""
+    """Messages about attention modules that cannot be divided. A message about several modules appears once."""
     found: dict[str, list[str]] = {}
     for path, each in facts.items():
         texts = [*each.problems]

@@ -60,7 +60,7 @@ _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlan:
-    """How a model is parallelized along a tensor axis.
+    """The tensor-parallel modules of a model.
 
     Args:
         modules: The modules with a style, in the order of the model's modules.
@@ -84,13 +84,13 @@ def plan_parallelize(
     Args:
         model: Not yet parallelized or sharded; parameters may be on the meta device.
         layer_plan: The style of each module by its path in the model. A ``*`` stands for the name of any child, as in
-            torch's ``parallelize_module``. "auto" means that of a known model.
+            torch's ``parallelize_module``. "auto" means the plan of a known model.
         degree: The tensor-parallel degree.
         num_shards: The number of ranks over which the model will be sharded, if known.
-        not_automatic: Paths that "auto" must leave out, because they are parallelized otherwise.
+        not_automatic: Paths that "auto" must leave out, such as expert-parallel modules.
     Raises:
-        PlanError: names every path that matches nothing, with the nearest one; styles that do not fit their module;
-            dimensions that ``degree`` does not divide; and tied weights that are sharded in one module only, or
+        PlanError: names every path that matches no module, with the most similar one; styles that do not fit their
+            module; dimensions that ``degree`` does not divide; and tied weights that are sharded in one module only, or
             differently.
 
     Call this on all ranks with the same arguments. Does not communicate.
@@ -114,7 +114,7 @@ def plan_parallelize(
 
 
 def read_parallelized(model: nn.Module) -> tuple[TensorPlan, DeviceMesh | None]:
-    """The modules that a script has parallelized with ``parallelize_module``, and the mesh; None if none.
+    """The modules that a script has parallelized with ``parallelize_module``, and their mesh; None if there are none.
 
     Raises:
         PlanError: parameters are DTensors that tensor parallelism does not make, or of several meshes.
@@ -141,15 +141,15 @@ def read_parallelized(model: nn.Module) -> tuple[TensorPlan, DeviceMesh | None]:
 
 
 def is_of_experts(parameter: DTensor) -> bool:
-    """Whether a script has sharded the parameter along an axis of experts, with LLM Foundry's name of the axis."""
+    """Whether a script has sharded the parameter along an expert axis, by LLM Foundry's name of that axis."""
     return parameter.device_mesh.mesh_dim_names == (EXPERT_AXIS,)
 
 
 def parallelize_model(model: nn.Module, optimizers: Optimizers, layer_plan: LayerPlan, mesh: DeviceMesh) -> None:
     """Parallelize a model in place by a layer plan, without sharding it; ``prepare_fully_shard`` accepts the result.
 
-    Does what ``torch.distributed.tensor.parallel.parallelize_module`` does. In addition tied weights stay tied, unknown
-    paths are errors, and the optimizer is rebound with its groups and state.
+    Like ``torch.distributed.tensor.parallel.parallelize_module``. In addition tied weights stay tied, unknown paths are
+    errors, and the optimizer is rebound with its groups and state.
 
     Args:
         mesh: The slice of a mesh of all ranks along which to parallelize.
@@ -220,7 +220,7 @@ def _styles_by_path(
 
 
 def _nearest(pattern: str, known: Collection[str]) -> str:
-    """A suggestion for the end of a message: often a path is relative to the model's child."""
+    """A suggestion for the end of a message, because a path is often relative to a child of the model."""
     inside = next((path for path in known if fnmatch(path, f"*.{pattern}")), None)
     if inside is not None:
         return f"; did you mean {inside}?"

@@ -11,8 +11,8 @@ rank's part: the concatenated outputs are again one rank's part.
 
 [Note: trial] Modules that mix tokens are known by class and by name, except in third-party code. And a layer plan is
 visible in the parameters, but its output layout is not. The first forward therefore computes two chunks together and
-separately. The length of the output is that of one rank's part or of the whole sequence; different numbers mean that
-tokens are mixed. They are compared to half of the dtype's digits, because matrix products with more rows round
+separately. The length of the output is that of one rank's part or of the full sequence; different values mean that
+tokens are mixed. Values are compared to half of the dtype's digits, because matrix products with more rows round
 differently.
 """
 
@@ -60,9 +60,8 @@ def tile_mlp(model: nn.Module, *, classes: Sequence[str | type[nn.Module]], chun
         The paths of these MLPs.
     Raises:
         ConfigError: no class, or fewer than 2 chunks.
-        PlanError: no module has such a class, or a module is known to mix tokens; the model is unchanged. The first
-            forward raises it for a module that mixes tokens otherwise: it computes two chunks together and separately,
-            once.
+        PlanError: no module has such a class, or a module is known to mix tokens; the model is unchanged. Other modules
+            that mix tokens raise it in the first forward, which computes two chunks together and separately once.
 
     Gradients of the chunks are accumulated in the dtype in which the MLP computes. Dropout uses separate random numbers
     per chunk: the same in forward and backward, but not those of the MLP without chunks. Does not communicate.
@@ -114,7 +113,7 @@ def choose_tiled(model: nn.Module, tiled: TiledMLP | None, *, place: str = f"fsd
 
 
 def apply_tiling(model: nn.Module, paths: Sequence[str], chunks: int) -> None:
-    """Replace the forward of the modules at these paths, from ``choose_tiled``, by one that runs in chunks."""
+    """Replace the forward of the modules at ``paths``, from ``choose_tiled``, by one that runs in chunks."""
     for path in paths:
         module = at_path(model, path)
         module.forward = _TiledForward(module, without_wrappers(path), chunks)
@@ -138,7 +137,7 @@ _ROUTED = re.compile(r"(\w*_)?(experts?(_?\d+)?|router)")
 
 
 def _reasons_against(module: nn.Module) -> Iterator[str]:
-    """Reasons why a module cannot be computed in chunks, as the end of a sentence about it."""
+    """Reasons why a module cannot be computed in chunks, each as the end of a sentence about the module."""
     if not has_forward(module):
         yield "has no forward; name the class of the MLPs in it"
     signature = inspect.signature(module.forward).parameters.values()
@@ -184,7 +183,7 @@ class _TiledForward:
         return _concatenate([checkpoint(run, piece, use_reentrant=False) for piece in pieces])
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, _Run]:
-        """The tensor, and the original forward as a function of that tensor alone."""
+        """Split the arguments into the tensor, and the original forward as a function of that tensor."""
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
         if len(tensors) != 1 or not all(isinstance(value, torch.Tensor | _Setting) for value in given.values()):

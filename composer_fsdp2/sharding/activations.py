@@ -65,7 +65,7 @@ def caching_modules(modules: Mapping[str, nn.Module], recomputed: Sequence[str])
 
     Args:
         modules: All modules of the model, by every path.
-        recomputed: The paths of recomputed modules.
+        recomputed: The paths of the modules with activation checkpointing.
     """
     around = {above for path in recomputed for above in ancestors_or_self(path)}
     return tuple(path for path, module in modules.items() if path in around and _fills_a_cache(module))

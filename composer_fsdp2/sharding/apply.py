@@ -185,7 +185,10 @@ def _refuse_offloaded_replicas(plan: ShardingPlan) -> None:
 
 
 def _describe_buffers(model: nn.Module, unit_modules: Mapping[str, Sequence[nn.Module]]) -> list[str]:
-    """Describe the buffers, which the plan does not list. If they differ between ranks, a broadcast hangs."""
+    """The name, shape and dtype of each buffer, for the comparison across ranks.
+
+    The plan does not list buffers. If they differ between ranks, their broadcast hangs.
+    """
     inside = {module for modules in unit_modules.values() for module in modules}
     return [
         f"buffer {name} is {tuple(buffer.shape)} {buffer.dtype}"
@@ -217,7 +220,10 @@ def _restore_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _unit_modules(plan: ShardingPlan, modules: Mapping[str, nn.Module]) -> dict[str, list[nn.Module]]:
-    """For each unit, the modules whose tensors it manages: those below it, without other units and modules left out."""
+    """For each unit, the modules whose own tensors it manages: those below its modules, up to nested units.
+
+    Excludes ignored and left out modules.
+    """
     heads = {modules[path] for unit in plan.units for path in unit.modules}
     children = {name.split(".")[0] for left in plan.left_out for name in left.names if "." in name}
     units_at = {path.split(".")[0] for unit in plan.units for path in unit.modules}
@@ -229,7 +235,10 @@ def _unit_modules(plan: ShardingPlan, modules: Mapping[str, nn.Module]) -> dict[
 def _initialized_with_enclosing_unit(
     plan: ShardingPlan, modules: Mapping[str, nn.Module]
 ) -> dict[str, list[nn.Module]]:
-    """For each unit that was added for its experts only: the modules of the enclosing unit and its own."""
+    """For each unit that exists only because of expert parallelism, all modules that are initialized together with it.
+
+    These are its own modules and those of the enclosing unit.
+    """
     added = {each.module for each in plan.split_experts if each.is_added}
     if not added:
         return {}
@@ -292,9 +301,10 @@ def _open_entry_points(model: nn.Module) -> None:
 
 
 def _verify(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> None:
-    """Check that all planned ties still exist, and that every planned parameter is sharded.
+    """Check after sharding that all planned ties still exist, and that every planned parameter is sharded.
 
-    ``modules`` are those from before, by path: sharding and checkpointing do not move the parameters' registrations.
+    ``modules`` are the modules by their paths before sharding. Sharding and checkpointing do not change which module
+    registers a parameter.
     """
 
     def registered_at(name: str) -> object:

@@ -13,12 +13,12 @@ def cast_buffers(dtypes: Mapping[nn.Module, torch.dtype | None]) -> None:
     """Cast the floating point buffers that the modules themselves register, and restore their dtype in state dicts.
 
     FSDP1 cast them before the first forward, and returned them in their registered dtype
-    (torch/distributed/fsdp/_runtime_utils.py, 2.7). The rounding of the cast remains, as under FSDP1. Does not
-    communicate.
+    (torch/distributed/fsdp/_runtime_utils.py, 2.7). State dicts thus contain values rounded to the lower dtype, as
+    under FSDP1. Does not communicate.
 
     Args:
-        dtypes: The dtype of each module's buffers; None leaves them unchanged. If modules share a buffer, the first
-            one decides. Pass modules bottom-up: FSDP1 used the innermost unit.
+        dtypes: The dtype of each module's buffers; None leaves them unchanged. If modules share a buffer, the first one
+            decides. Pass modules bottom-up: FSDP1 used the innermost unit.
     """
     decided: dict[torch.Tensor, torch.dtype | None] = {}
     for module, dtype in dtypes.items():

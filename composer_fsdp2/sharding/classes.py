@@ -14,7 +14,8 @@ def classes_named(
     """The classes with these names among the modules of ``model``. Instances of subclasses match too.
 
     Args:
-        names: Empty for ``auto``: the classes that the model names, else ``otherwise``.
+        names: The class names. Empty for ``auto``: the classes that the model names itself, or ``otherwise`` if it
+            names none.
         key: The configuration key, for error messages.
     Raises:
         PlanError: no module has such a class, or the model names none; lists the model's classes.

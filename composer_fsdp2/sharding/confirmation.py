@@ -1,4 +1,4 @@
-"""The line that rank 0 prints about a sharded model. A loss and exit code 0 do not tell FSDP2 from FSDP1."""
+"""The line that rank 0 prints about a sharded model. Without it, a user cannot see that the run uses FSDP2."""
 
 import sys
 from collections.abc import Iterable
@@ -16,6 +16,6 @@ def summary_line(num_units: int, num_ranks: int, strategy: str) -> str:
 
 
 def confirm(summary: str, units: Iterable[object]) -> None:
-    """Print the summary, and the units where ``shows_units`` is set, to standard error of rank 0."""
+    """Print the summary to standard error on rank 0, and the units if ``shows_units`` is set."""
     if dist.get_rank() == 0:
         print(f"composer_fsdp2: {summary}", *(units if shows_units.get() else ()), sep="\n", file=sys.stderr)

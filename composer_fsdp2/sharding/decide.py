@@ -53,11 +53,11 @@ def decide_sharding(
         model: Any module tree that is not sharded (``refuse_sharded``); parameters may be on the meta device.
         config: The configuration of the whole model.
         choices: The choices of the model's hooks, or of the policy in ``config``.
-        split: The modules that are TP-sharded before.
+        split: The TP-sharded modules.
         placements: The placements of their parameters along the tensor axis.
     Raises:
-        PlanError: a parameter cannot be sharded, there is nothing to shard, or ``freeze`` matches nothing or
-            everything.
+        PlanError: a parameter cannot be sharded, no parameter is left to shard, or ``freeze`` matches no parameter or
+            all.
         ConfigError: the settings of a unit's module are invalid.
 
     Call this on all ranks with the same model. Does not communicate, and needs no process group.
@@ -239,11 +239,11 @@ def _notes_of_groups(units: Iterable[ShardUnit]) -> Iterator[str]:
 def _decide_checkpointing(
     given: ActivationCheckpointing, choices: ModelChoices, *, has_frozen: bool
 ) -> ActivationCheckpointing:
-    """Disable reentrant checkpointing where the inputs of a recomputed module may need no gradients.
+    """Disable reentrant checkpointing if the inputs of a recomputed module may not require grad.
 
     Reentrant checkpointing computes gradients only if an input requires grad. The inputs of the first layer after
-    frozen embeddings do not. Nor do those of an Embedding or of the whole model, which a policy may name, whereas a
-    model's own hooks do not. Parameters in such modules would not be trained, without an error.
+    frozen embeddings do not. Nor do the inputs of an Embedding or of the whole model, which a policy may select (a
+    model's own hooks do not). Parameters in such modules would not be trained, without an error.
     """
     is_at_risk = has_frozen or given.classes is not None
     is_reentrant = bool(choices.checkpointed) and given.checkpoint and given.reentrant
@@ -314,7 +314,7 @@ def refuse_cast_gradients(model: nn.Module, plan: ShardingPlan) -> None:
 
 
 def _replication_problems(unit: ShardUnit) -> Iterator[str]:
-    """Replicated parameters whose dtype the unit would have to cast for computation; only sharded ones can be cast."""
+    """Replicated parameters in another dtype than the unit computes in. A unit can cast only sharded parameters."""
     dtype = unit.mixed_precision.param_dtype
     for spec in unit.replicated:
         if spec.shape and spec.numel and unit.parameters and dtype not in (None, spec.dtype):

@@ -26,12 +26,12 @@ class Frozen:
 def choose_frozen(model: nn.Module, prefixes: Sequence[str], train_only: Sequence[str] = ()) -> Frozen:
     """The parameters at or below one of ``prefixes``, and those that match no pattern of ``train_only``.
 
-    In registration order.
+    Sorted in registration order.
 
-    A prefix is the path of a module or parameter: in ``model``, or else in the only direct child that has it, because a
-    ComposerModel registers the user's model as a child. A tied parameter is frozen under all of its names. A pattern is
-    matched from the start of a name as ``named_parameters`` lists it (the first name of a tied parameter). If all
-    parameters are in one child, the child's name is removed first.
+    A prefix is the path of a module or parameter in ``model``. If ``model`` has no such path, the path is resolved in
+    its only direct child that has it, because a ComposerModel registers the user's model as a child. A tied parameter
+    is frozen under all of its names. A pattern is matched from the start of a name as ``named_parameters`` lists it
+    (the first name of a tied parameter). If all parameters are in one child, the child's name is removed first.
 
     Raises:
         PlanError: a prefix matches nothing, or several children (the message lists candidates); a pattern matches no
@@ -91,7 +91,7 @@ def _own_names(use: ParameterUse) -> list[str]:
 
 
 def _without_child(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """The names without that of the only child with parameters, as in a ComposerModel."""
+    """Remove the direct child's name from ``names`` if all parameters are in one child, as in a ComposerModel."""
     is_only = sum(any(True for _ in child.parameters()) for child in model.children()) == 1
     inner = [name.partition(".")[2] for name in names]
     return inner if is_only and all(inner) else list(names)
@@ -128,7 +128,7 @@ def _notes_of_ties(frozen: Sequence[ParameterUse], paths: Set[str]) -> Iterator[
 
 
 def _notes_of_statistics(model: nn.Module, frozen: Sequence[ParameterUse], paths: Set[str]) -> Iterator[str]:
-    """Batch norms at or below one of ``paths``, or with a frozen parameter: their statistics still change."""
+    """Notes on batch norms that are frozen, or have a frozen parameter: their running statistics still change."""
     holders = {path for use in frozen for path, _ in use.owners}
     changing = [
         without_wrappers(path)

@@ -38,7 +38,7 @@ def notes_on_large_units(model: nn.Module, plan: ShardingPlan) -> Iterator[str]:
 
 
 def _repeated_layers(model: nn.Module, sizes: dict[str, int]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the class of each repeated layer in a ModuleList, and the names of its parameters in ``sizes``."""
+    """Yield the class of the layers that a ModuleList repeats, and the names of their parameters in ``sizes``."""
     for path, layers in model.named_modules():
         if not isinstance(layers, nn.ModuleList):
             continue

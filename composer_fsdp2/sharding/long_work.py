@@ -1,4 +1,4 @@
-"""Run work that takes hours on some ranks, while the others wait without a collective."""
+"""Run work that takes hours on some ranks while the other ranks wait, without a collective that could time out."""
 
 import bisect
 import collections
@@ -69,11 +69,11 @@ _numbers: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
 class _LongWork:
     """One call of ``long_work`` on one rank.
 
-    Keys in the store: the heartbeats of each working rank, the number of finished ranks, and the first error. Each
-    rank watches the heartbeats of one working rank, the next unfinished one after itself, so the messages per rank
-    do not grow with the number of ranks. A finished rank may end without a trace. Its watchers skip it, and also the
-    ranks that it has skipped itself: one step per five seconds, and log2(number of ranks) steps past any number of
-    live ranks.
+    Keys in the store: the heartbeats of each working rank, the number of finished ranks, and the first error. Each rank
+    watches the heartbeats of one working rank, the next unfinished one after itself, so the messages per rank do not
+    grow with the number of ranks. The process of a finished rank may exit. Its watchers skip it, and also the ranks
+    that it has skipped itself: one step per five seconds, and log2(number of ranks) steps past any number of live
+    ranks.
     """
 
     def __init__(self, what: str, workers: Sequence[int], error_type: type[ComposerFSDP2Error]) -> None:
@@ -110,7 +110,7 @@ class _LongWork:
         return value
 
     def _finish(self, error: BaseException | None) -> None:
-        """Record this rank's error, if any, and then that it has finished."""
+        """Write this rank's error, if any, to the store; then mark this rank as finished."""
         if not self._is_working:
             return
         self._is_working = False
@@ -124,7 +124,7 @@ class _LongWork:
         """Wait for the other working ranks.
 
         Raises:
-            This rank's error, the error of another rank, or that a rank has stopped responding.
+            The error of this rank, else the error of another rank, or an error that a rank has stopped responding.
         """
         with self._explain_store_errors(own_error):
             pause_s = _SHORTEST_POLL_S

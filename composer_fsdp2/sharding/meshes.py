@@ -25,7 +25,7 @@ class UnitMesh:
     """The device mesh of a unit and its slices.
 
     Args:
-        whole: All axes.
+        whole: The mesh with all axes.
         fsdp: The shard and replicate axes, for ``fully_shard``.
         tensor: The tensor-parallel axis, or None.
     """
@@ -51,7 +51,7 @@ def _slice(mesh: DeviceMesh, spec: MeshSpec, *roles: AxisRole) -> DeviceMesh | N
 
 
 def unit_meshes(specs: Sequence[MeshSpec], existing_meshes: Sequence[DeviceMesh] = ()) -> list[UnitMesh]:
-    """The mesh of each resolved spec. If a spec partitions the ranks into groups, the mesh of this rank's group.
+    """Create the mesh of each resolved spec; for groups of ranks, that of this rank's group.
 
     Without groups a mesh contains the ranks 0, 1, ... in order, with replicas outermost. It compares equal to the mesh
     that Composer's State creates from the same spec.
@@ -61,9 +61,9 @@ def unit_meshes(specs: Sequence[MeshSpec], existing_meshes: Sequence[DeviceMesh]
             spec's is reused, with its own axis names, if every rank passes such a mesh. A second mesh would create
             process groups whose communicators take additional device memory.
     Raises:
-        ConfigError: the groups that the ranks specify are inconsistent; on all ranks.
+        ConfigError: the groups of the ranks are inconsistent. Raised on all ranks.
 
-    Called on all ranks with the specs in the same order. All-gathers the groups that only their members know, and
+    Called on all ranks with the specs in the same order. All-gathers the groups (each rank knows its own only) and
     whether each rank has the meshes; creates the missing process groups.
     """
     tables = iter(_group_tables([spec for spec in specs if spec.is_grouped]))
@@ -139,9 +139,10 @@ def group_of(
 
 
 def _world_group(device_type: str) -> dist.ProcessGroup:
-    """The process group of all ranks that torch's meshes use. A rank without a current GPU selects one here.
+    """torch's process group of all ranks for meshes of this device type. Called on all ranks.
 
     This is the default group, except on torch 2.7 if that group uses gloo and there are GPUs: then a new NCCL group.
+    torch selects a GPU for a rank that has no current one.
     """
     _clear_stale_groups()
     key = tuple(range(dist.get_world_size())), f"world, {device_type}"
@@ -160,9 +161,9 @@ def _clear_stale_groups() -> None:
 
 
 def training_groups(mesh: DeviceMesh, of_units: Iterable[DeviceMesh]) -> tuple[dist.ProcessGroup | None, ...]:
-    """Process groups that together contain all ranks that train parts of one root; None is the default group.
+    """The process groups whose ranks together train parts of one root; None stands for the default group.
 
-    A root on groups of ranks is trained within each group only, unless a unit below it spans several groups.
+    If the root's mesh is smaller than the world, its ranks train it alone, unless a unit below it has a larger mesh.
 
     Args:
         mesh: The root's mesh, with all axes.
@@ -247,7 +248,7 @@ def _group_tables(specs: Sequence[MeshSpec]) -> list[GroupTable]:
 
 
 def _as_range(ranks: Ranks) -> range | Ranks:
-    """A compact form of a group for sending: a thousand consecutive ranks become three numbers."""
+    """A group of ranks in a compact form for sending: a thousand consecutive ranks take three numbers."""
     if len(ranks) > 2:
         even = range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0])
         if tuple(even) == ranks:
@@ -256,7 +257,7 @@ def _as_range(ranks: Ranks) -> range | Ranks:
 
 
 def _problem_of(table: GroupTable) -> str:
-    """The inconsistency in a table of groups, or ""."""
+    """The inconsistency in a table of groups, or "" if it is consistent."""
     for of_ranks in table:
         for rank, members in enumerate(of_ranks):
             if rank not in members:

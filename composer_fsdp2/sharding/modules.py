@@ -21,9 +21,9 @@ def is_pretrained(module: nn.Module) -> bool:
 
 
 def outside_compilation(modules: Mapping[str, nn.Module], path: str) -> tuple[str, nn.Module]:
-    """The module at ``path``, or the ``torch.compile`` wrapper around it.
+    """The module at ``path``, or its ``torch.compile`` wrapper if it has one.
 
-    The compiled wrapper calls the module directly and would bypass any wrapper in between.
+    The compiled wrapper calls the module directly, so a wrapper between the two would be bypassed.
     """
     parent = path.rpartition(".")[0]
     if path and is_compiled(modules[parent]):
@@ -32,7 +32,7 @@ def outside_compilation(modules: Mapping[str, nn.Module], path: str) -> tuple[st
 
 
 def at_path(model: nn.Module, path: str) -> nn.Module:
-    """The module registered at ``path``. Checkpoint wrappers on the path are skipped, except at its end."""
+    """The module registered at ``path``. Checkpoint wrappers above it are skipped; its own wrapper is returned."""
     module = model
     for name in path.split(".") if path else []:
         module = getattr(module, name)  # wrappers forward missing attributes to their module
@@ -58,7 +58,11 @@ def ancestors_or_self(path: str) -> list[str]:
 
 
 def first_paths(modules: Mapping[str, nn.Module]) -> dict[nn.Module, str]:
-    """The path of each module in ``named_modules``, from the modules by every path in registration order."""
+    """The path of each module in ``named_modules``, which is the first one in ``modules``.
+
+    Args:
+        modules: All modules of the model by every path, in registration order.
+    """
     found: dict[nn.Module, str] = {}
     for path, module in modules.items():
         found.setdefault(module, path)

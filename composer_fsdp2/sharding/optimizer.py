@@ -39,7 +39,7 @@ def check_optimizers(model: nn.Module, optimizers: Optimizers) -> None:
     """Raise unless every parameter of the optimizer belongs to the model.
 
     Raises:
-        PlanError: FSDP1's message, and the number of foreign parameters.
+        PlanError: a parameter does not belong to the model. FSDP1's message, with the number of such parameters.
         UnsupportedError: more than one optimizer.
     """
     optimizer = the_optimizer(optimizers)
@@ -67,7 +67,7 @@ def refuse_frozen(model: nn.Module, optimizers: Optimizers, frozen: Collection[s
     Args:
         frozen: The names of the parameters to freeze.
     Raises:
-        PlanError: names them.
+        PlanError: names the frozen parameters of the optimizer.
     """
     optimizer = the_optimizer(optimizers)
     if optimizer is None or not frozen:
@@ -83,11 +83,11 @@ def refuse_frozen(model: nn.Module, optimizers: Optimizers, frozen: Collection[s
 
 
 def rebinding(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Record the optimizer's parameters; return a function that rebinds it to the sharded parameters after sharding.
+    """Record the optimizer's parameters. Return a function that rebinds it to the sharded parameters after sharding.
 
     Parameters of other models are unchanged. Group objects, their order and their options are preserved, because
     schedulers reference them. Existing optimizer state is sharded (FSDP1 cleared it without a warning). Call the
-    function on all ranks; it does not communicate.
+    returned function on all ranks; it does not communicate.
     """
     places: dict[nn.Parameter, tuple[nn.Module, str]] = {}
     for module in model.modules():
@@ -107,7 +107,7 @@ def rebinding(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[]
 
 
 def _shard_like(value: Any, old: nn.Parameter, new: nn.Parameter) -> Any:
-    """Shard a state tensor that has the parameter's shape; return counters and other values as they are."""
+    """Shard a state tensor that has the parameter's shape. Other values, such as counters, are returned unchanged."""
     if not (isinstance(value, torch.Tensor) and isinstance(new, DTensor) and value.shape == old.shape and value.dim()):
         return value
     mesh, local = new.device_mesh, new.to_local()

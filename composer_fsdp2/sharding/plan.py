@@ -1,4 +1,4 @@
-"""The sharding plan as a value: the units, their parameters, and what is done with them."""
+"""The sharding plan as a value: the units, their parameters, and the settings with which they are sharded."""
 
 import hashlib
 import math
@@ -28,13 +28,13 @@ class ParameterSpec(Value):
     """One parameter under all of its names (several if it is tied), with its full shape and dtype.
 
     Args:
-        tensor_placement: Its placement along the mesh's tensor or expert axis. None if it is not a DTensor there, but
-            replicated.
-        expert_degree: The number of ranks that divide the experts it belongs to. Each of them all-gathers only its own
-            experts.
-        is_trained: Whether it requires gradients after the plan's ``freeze``. Otherwise a plan with adapters (LoRA)
-            would include gradients and optimizer state of the whole base model, and ranks that train different
-            parameters would accept the same plan, and then wait for different reductions.
+        tensor_placement: Its placement along the mesh's tensor or expert axis. None if the parameter is a plain tensor
+            along that axis, and thus replicated.
+        expert_degree: The number of ranks over which the experts are divided, if the parameter belongs to experts. Each
+            rank all-gathers only its own experts.
+        is_trained: Whether it requires gradients after the plan's ``freeze``. Part of the plan because frozen
+            parameters (the base model of LoRA adapters) have no gradients and optimizer state, and because ranks that
+            train different parameters would wait for different reductions.
     """
 
     names: tuple[str, ...]
@@ -60,7 +60,7 @@ class ParameterSpec(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitModule(Value):
-    """A module whose parameters, inputs or outputs tensor parallelism lays out, and torch's name of the style.
+    """A TP-sharded module, and torch's name of its style.
 
     Args:
         parallelize: The style; None if the script has already applied it.
@@ -120,7 +120,7 @@ class ShardUnit(Value):
 
     @property
     def unsharded_bytes(self) -> int:
-        """The number of bytes of its unsharded parameters on a rank."""
+        """The size in bytes of the unit's unsharded parameters on a rank."""
         dtype = self.mixed_precision.param_dtype
         degree = self.mesh.split_degree
         return sum(each.numel_of(degree) * dtype_bytes(dtype or each.dtype) for each in self.parameters)
@@ -145,8 +145,8 @@ class ShardingPlan(Value):
         exchanging: The attention modules that exchange heads for sequence within a context-parallel group.
         tiled: The MLPs that are computed in chunks of the sequence.
         expert_blocks: Blocks in which every rank runs each expert once, on zero rows if it has no tokens for it.
-        tower_models: Models in which a rank whose batch does not enter a tower runs it on an example, if another rank
-            enters it.
+        tower_models: Models with optional submodules, such as an image encoder. A rank whose batch has no input for
+            such a tower runs the tower on an example if another rank runs it.
         notes: Messages for the user.
 
     Example:
@@ -208,7 +208,7 @@ class ShardingPlan(Value):
 
     @cached_property
     def fingerprint(self) -> str:
-        """The whole plan as lines of JSON. Equal on ranks that will do the same; ranks compare it before they start."""
+        """The whole plan as lines of JSON. Ranks compare it before they apply the plan."""
         # Line by line: creating all objects of a large plan at once would trigger the garbage collector.
         units = "\n".join(map(json_text, self.units))
         return f"{units}\n{json_text(replace(self, units=()))}"
@@ -242,7 +242,7 @@ class ShardingPlan(Value):
 
 
 def units_by_root(units: Sequence[ShardUnit]) -> dict[str, list[ShardUnit]]:
-    """The units of each root by its name, bottom-up, with the root last."""
+    """Group the units by the name of their root. Each list is bottom-up, with the root last."""
     found: dict[str, list[ShardUnit]] = {unit.name: [] for unit in units if unit.is_root}
     for unit in units:
         found[next(path for path in ancestors_or_self(unit.name) if path in found)].append(unit)
@@ -319,7 +319,7 @@ def _batches_line(config: ShardingConfig) -> Iterator[str]:
 
 
 def _split_lines(plan: ShardingPlan) -> Iterator[str]:
-    """One line for modules that differ only in the numbers of their layers."""
+    """Yield the lines about TP-sharded modules: one line for all layers of a stack."""
     placements = {name: spec.tensor_placement for unit in plan.units for spec in unit.parameters for name in spec.names}
     alike = Counter[tuple[str, str, str]]()
     for module in plan.split:

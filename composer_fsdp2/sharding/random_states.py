@@ -14,7 +14,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Set the generators to ``states``, which come from another rank or an earlier point."""
+    """Set the generators to ``states``, which ``random_states`` returned on this rank earlier, or on another rank."""
     for name, (_, write) in _generators().items():
         if name in states:  # ranks may have imported different packages
             write(states[name])

@@ -1,4 +1,4 @@
-"""Select the modules that become units: the choices of the model's hooks, as far as its structure allows them."""
+"""Select the modules that become units, from the choices of the model's hooks and the structure of the model."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,10 @@ class LeftOut(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The units bottom-up, the parameters of each as indices into ``uses``, and the parameters outside."""
+    """The selected units and their parameters.
+
+    The units are bottom-up. Their parameters are indices into ``uses``. Parameters outside of all units are separate.
+    """
 
     units: tuple[UnitDraft, ...]
     uses: tuple[ParameterUse, ...]
@@ -49,7 +52,8 @@ def select_units(
         choices: The choices of the model's hooks.
         low_precision: Whether parameters, gradients or buffers use a lower dtype. Batch norms are then separate units.
             Batch norms in a module whose settings change dtypes or ranks always are.
-        ignored_modules: Modules that are not modified, nor their descendants, nor any parameter that they share.
+        ignored_modules: Modules that are not modified. Their descendants and the parameters that they share are not
+            either.
 
     Does not communicate.
     """
@@ -100,10 +104,10 @@ def _candidates(tree: UnitTree, choices: Mapping[str, Choice]) -> dict[str, list
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Walk:
-    """Adds a unit for each chosen module.
+    """Traverses the model and adds a unit to the tree for each chosen module.
 
     Args:
-        choices: By path.
+        choices: The choices of the hooks, by path.
         candidates: For the path of any module, the paths of chosen modules and batch norms below it.
         ignored: Modules that are skipped.
     """
@@ -189,11 +193,13 @@ class _Walk:
 
 
 def _separate_dtypes(tree: UnitTree) -> bool:
-    """Make separate units for parameters of another dtype than most of their unit: a unit all-gathers one dtype.
+    """Move parameters of another dtype than most of their unit to separate units: a unit all-gathers one dtype.
 
-    FSDP1 rejected such a unit. Parameters that cannot be separated, because their module has both dtypes or no
-    forward, are replicated on every rank; see ``ShardUnit.replicated``. Returns whether the model has several
-    dtypes.
+    FSDP1 rejected such a unit. Parameters that cannot be separated, because their module has both dtypes or no forward,
+    are replicated on every rank; see ``ShardUnit.replicated``.
+
+    Returns:
+        Whether the model has several dtypes.
     """
     if len({use.parameter.dtype for use in tree.uses}) <= 1:
         return False

@@ -9,7 +9,7 @@ from composer_fsdp2._torch.unit_parameters import distinct_units
 
 
 class Unit(FSDPModule, nn.Module):
-    """The type that ``fully_shard`` makes of a module; for type checkers only."""
+    """An ``FSDPModule`` that is also an ``nn.Module``, as ``fully_shard`` makes it. For type checkers only."""
 
 
 def sharded_roots(model: nn.Module) -> list[tuple[str, Unit]]:
@@ -56,7 +56,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def resharded_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Reshard all units, and return every parameter once in the order of ``module.parameters()``, in one traversal."""
+    """Reshard all units and return every parameter once, in the order of ``module.parameters()``."""
     modules = list(module.modules())
     for each in modules:
         if isinstance(each, FSDPModule):

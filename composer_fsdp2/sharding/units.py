@@ -22,7 +22,7 @@ from composer_fsdp2.sharding.ties import ParameterUse
 
 @dataclass(slots=True, eq=False)
 class UnitDraft:
-    """A unit under construction: the modules of one ``fully_shard`` call, and the reason."""
+    """A unit under construction: the modules of one ``fully_shard`` call, and why they are a unit."""
 
     paths: tuple[str, ...]
     reason: str
@@ -61,7 +61,7 @@ class UnitTree:
         return self._unit_of.get(module)
 
     def owners(self, use: ParameterUse) -> list[UnitDraft | None]:
-        """The innermost unit of each registration of the parameter, without duplicates. None: outside of all units."""
+        """The innermost unit around each registration of the parameter, without duplicates. None stands for no unit."""
         if all(self._is_outside(path) for path, _ in use.owners):
             return [None]
         return list(dict.fromkeys(self._innermost(path) for path, _ in use.owners))
@@ -114,9 +114,9 @@ class UnitTree:
         return unit
 
     def merge_tied_units(self) -> None:
-        """Merge units until every parameter belongs to one unit, and every unit to one root.
+        """Merge units until every parameter belongs to one unit and every unit has one root.
 
-        Each step removes a unit, or adds one that replaces two, so it terminates.
+        Each step removes a unit, or replaces two units by one, so it terminates.
         """
         tied = [use for use in self.uses if len(use.owners) > 1]
         is_done = False
@@ -247,7 +247,7 @@ class UnitTree:
                         yield container
 
     def _last_position(self, unit: UnitDraft) -> int:
-        """The post-order position of the unit's last module. For a module with several paths, the first counts."""
+        """The post-order position of the unit's last module. A module with several paths counts at its first path."""
         return max(min(self._position[p] for p in self._paths_of[self.modules[path]]) for path in unit.paths)
 
 

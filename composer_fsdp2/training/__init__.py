@@ -1,1 +1,1 @@
-"""What happens around the steps of a sharded model: microbatches, clipping, full parameters, guards and votes."""
+"""The steps of a sharded model: microbatches, clipping, full parameters, guards and out-of-memory votes."""

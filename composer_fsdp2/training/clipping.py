@@ -78,7 +78,7 @@ _Grads = dict[tuple[DeviceMesh | None, tuple[int, ...]], _ByKind]
 def _grads_of(parameters: Iterable[nn.Parameter]) -> _Grads:
     """The local gradients of all ``parameters``.
 
-    Parameters without a gradient get an entry too: all ranks must communicate alike.
+    A parameter without a gradient gets an entry too, because all ranks must launch the same collectives.
     """
     parameters = list(parameters)
     places: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[torch.Tensor]] = {}
@@ -156,7 +156,7 @@ def norm_of_gradients(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
 
 
 def _axes_that_shard_rows(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The mesh axes that divide the elements of a norm: of a row, or of a vector."""
+    """The mesh axes over which a norm must be reduced: those that shard the elements of a row, or of a vector."""
     if not isinstance(parameter, DTensor):
         return ()
     return tuple(
@@ -167,7 +167,7 @@ def _axes_that_shard_rows(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def _row_norms(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """One norm per row, in a shape that broadcasts to the tensor; a scalar for vectors and scalars."""
+    """The norm of each row, in a shape that broadcasts to the tensor. Vectors and scalars have one norm."""
     if tensor.dim() <= 1:
         return torch.linalg.vector_norm(tensor, dtype=dtype)
     return torch.linalg.vector_norm(tensor, dim=tuple(range(1, tensor.dim())), keepdim=True, dtype=dtype)
@@ -201,18 +201,20 @@ def _scale(grads: _Grads, total: torch.Tensor, max_norm: float) -> None:
 def _total_norm(
     grads: _Grads, norm_type: float, groups: Sequence[dist.ProcessGroup | None], device: torch.device
 ) -> torch.Tensor:
-    """The total norm, equal on all ranks of ``groups``; else the shards of a parameter would be scaled differently.
+    """The total norm, equal on all ranks of ``groups``, so that all shards of a parameter are scaled equally.
 
     [Note: shares] The contribution of a rank's shard is weighted by the number of shards over the number of ranks. This
-    is one over the number of ranks with the same shard, so each element counts once on any mesh. If ranks have
-    different gradients of a parameter (unsharded parameters whose gradients are not averaged, or a unit on its own
-    groups of ranks), the mean of their powers counts. For the former, FSDP1 used each rank's own gradients, and
-    therefore a different scale per rank; for the latter, each group's
+    is one over the number of ranks with the same shard, so each element counts once on any mesh. Ranks may have
+    different gradients of the same parameter: of unsharded parameters whose gradients are not averaged, or in a unit on
+    its own groups of ranks. In both cases the mean of the p-th powers counts. FSDP1 used each rank's own gradients in
+    the first case, and therefore a different scale per rank; and each group's in the second
     (torch/distributed/fsdp/fully_sharded_data_parallel.py, 2.7).
 
     Args:
-        groups: An all-reduce over each in turn reaches all ranks that need the same norm.
+        groups: All-reducing over each in turn reaches all ranks that need the same norm.
         device: The device of the groups' tensors. Gradients may be on the CPU while the groups use NCCL.
+
+    Called on all ranks of ``groups``.
     """
     num_ranks = math.prod(map(dist.get_world_size, groups))
     is_largest = math.isinf(norm_type)
@@ -234,7 +236,7 @@ def _total_norm(
 
 
 def _norm(tensors: _ByKind, norm_type: float, device: torch.device) -> torch.Tensor:
-    """The p-norm of all elements together, at least in fp32, on ``device``. The norm of no elements is zero."""
+    """The p-norm of all elements of all tensors, in fp32 or wider, on ``device``. Zero without elements."""
     norms: dict[torch.device, list[torch.Tensor]] = {}
     widest = torch.float32
     for (place, dtype), alike in tensors.items():

@@ -6,11 +6,11 @@ exchanges heads for sequence: by all-to-all, each rank sends its positions of al
 some heads, attends, and exchanges back (Ulysses, arXiv 2309.14509). Parameters are sharded over all ranks and their
 gradients averaged, as without context parallelism.
 
-The objective is the mean of the ranks' losses. Before the first layer a rank takes its part of the rows (``part``).
-After the last layer it gathers the parts of all ranks (``to_whole``). Any head and any loss then processes whole
-rows, with equal results on each rank of a group, and autograd sums the ranks' gradients of each part. The loss of a
-causal language model needs no gather: each rank's loss is the sum over its own positions, divided by the number of
-all counted positions, times the number of ranks. Labels are shifted before they are divided, because the last
+The objective is the mean of the ranks' losses. Before the first layer a rank takes its part of the sequences
+(``part``). After the last layer it gathers the parts of all ranks (``to_whole``). Any head and any loss then processes
+full sequences, with equal results on each rank of a group, and autograd sums the ranks' gradients of each part. The
+loss of a causal language model needs no gather: each rank's loss is the sum over its own positions, divided by the
+number of all counted positions, times the number of ranks. Labels are shifted before they are divided, because the last
 position of a part predicts the first of the next.
 """
 
@@ -41,8 +41,8 @@ class ContextGroup:
         weight: The factor by which the next batch's mean loss is weighted before gradients are averaged over ranks,
             such as its number of rows. Equal on all ranks of the group. A tensor must be on the batch's device.
         divides_losses: Whether a model with labels returns the loss and logits of this rank's part. Otherwise all
-            outputs are of whole rows.
-        in_parts: Whether the current forward returns parts.
+            outputs are full sequences.
+        in_parts: Whether the current forward returns this rank's part of the sequences.
 
     Example:
         >>> context = ContextGroup(group=torch.distributed.group.WORLD, size=1, index=0)
@@ -61,7 +61,7 @@ class ContextGroup:
 
     @contextlib.contextmanager
     def returning_parts(self) -> Iterator[None]:
-        """Within the block, forwards return this rank's part of whole rows, including padding positions."""
+        """Within the block, forwards return this rank's part of the sequences, including padding positions."""
         before, self.in_parts = self.in_parts, True
         try:
             yield
@@ -69,7 +69,7 @@ class ContextGroup:
             self.in_parts = before
 
     def padded(self, tensor: torch.Tensor, dim: int, fill: float) -> torch.Tensor:
-        """Pad ``dim`` at its end so that the ranks can divide it evenly. Does not communicate."""
+        """Pad ``dim`` at its end to a multiple of the number of ranks. Does not communicate."""
         missing = -tensor.shape[dim] % self.size
         if not missing:
             return tensor
@@ -91,10 +91,10 @@ class ContextGroup:
         return whole.narrow(dim, 0, length)
 
     def shifted_labels(self, labels: torch.Tensor, *, is_shifted: bool = False) -> torch.Tensor:
-        """The label that each position of this rank's part predicts, from the labels of whole rows.
+        """The label that each position of this rank's part predicts. Does not communicate.
 
         Args:
-            labels: int64, (rows, positions).
+            labels: int64, (rows, positions): the labels of the full sequences.
             is_shifted: Whether each label is already at the position that predicts it.
         Returns:
             int64, (rows, positions of this rank's part).
@@ -104,7 +104,7 @@ class ContextGroup:
         return self.part(self.padded(labels, 1, IGNORED_LABEL)).contiguous()
 
     def items(self, labels: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The divisor of this rank's summed loss. With it, averaging over ranks yields the mean loss.
+        """The divisor of this rank's summed loss. The average of the quotients over ranks is the mean loss.
 
         Counts over all ranks of the world, whose batches may have different numbers of counted positions and different
         weights.
@@ -126,24 +126,29 @@ class ContextGroup:
     def to_heads(self, tensors: Sequence[torch.Tensor], heads: int, sequence: int) -> tuple[torch.Tensor, ...]:
         """Exchange all heads of this rank's positions for all positions of some heads.
 
-        ``heads`` and ``sequence`` are dims.
+        Args:
+            heads: The dimension of heads.
+            sequence: The dimension of positions.
 
-        Key and value heads are repeated if there are too few to divide. Every rank then gets those of its query
-        heads, because these are consecutive too. Called on all ranks of the group; one all-to-all for all tensors of
-        a dtype, and one in backward.
+        If there are fewer key and value heads than ranks, they are repeated. Each rank then gets the key and value
+        heads of its query heads, because both are consecutive. Called on all ranks of the group; one all-to-all for all
+        tensors of a dtype, and one in backward.
         """
         repeated = [_repeated_heads(each, self.size, heads) for each in tensors]
         exchanged: tuple[torch.Tensor, ...] = _Exchange.apply(self, heads, sequence, *repeated)
         return exchanged
 
     def to_sequence(self, tensor: torch.Tensor, heads: int, sequence: int) -> torch.Tensor:
-        """Exchange all positions of some heads for all heads of this rank's positions. One all-to-all each way."""
+        """Exchange all positions of some heads for all heads of this rank's positions, the inverse of ``to_heads``.
+
+        Called on all ranks of the group; one all-to-all, and one in backward.
+        """
         [exchanged] = _Exchange.apply(self, sequence, heads, tensor)
         return exchanged
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all that divides one dimension over the ranks and concatenates another. Backward does the inverse."""
+    """An all-to-all that divides one dimension and concatenates along another. Backward does the inverse."""
 
     @staticmethod
     def forward(
@@ -182,7 +187,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _exchange(tensors: Sequence[torch.Tensor], group: ContextGroup, divided: int, joined: int) -> list[torch.Tensor]:
-    """One all-to-all for all tensors of a dtype; each rank's data is one row of the buffer."""
+    """One all-to-all for all tensors of a dtype. Each row of its buffer is the data of one rank."""
     parts = [each.unflatten(divided, (group.size, -1)).movedim(divided, 0) for each in tensors]  # (ranks, ...)
     exchanged = list(parts)
     for dtype in dict.fromkeys(part.dtype for part in parts):
@@ -199,6 +204,6 @@ def _exchange(tensors: Sequence[torch.Tensor], group: ContextGroup, divided: int
 
 
 def _repeated_heads(tensor: torch.Tensor, degree: int, dim: int) -> torch.Tensor:
-    """Repeat each head until the ranks can divide the heads evenly."""
+    """Repeat each head until the number of heads is a multiple of ``degree``."""
     num_heads = tensor.shape[dim]
     return tensor.repeat_interleave(math.lcm(num_heads, degree) // num_heads, dim) if num_heads % degree else tensor

@@ -52,11 +52,11 @@ _LOWEST = torch.iinfo(torch.int64).min
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """The purpose of a comparison. Ranks that have diverged may be at different operations.
+    """The purpose of a comparison across ranks. Diverged ranks may be in different operations.
 
     Args:
         name: Shown to users.
-        advice: What to do if ranks diverge at this operation.
+        advice: What the user can do if ranks diverge in this operation.
     """
 
     name: str
@@ -71,10 +71,10 @@ _COUNT = itertools.count()
 
 
 class ControlGroup:
-    """Compares integers between all ranks; created by ``control_group``.
+    """Compares integers across all ranks. Created by ``control_group``.
 
     Attributes:
-        world: The default process group whose ranks it connects.
+        world: The default process group, whose ranks it connects.
     """
 
     def __init__(self, world: dist.ProcessGroup, links: "_Links") -> None:
@@ -124,13 +124,13 @@ class ControlGroup:
         self._last_agreed = where
 
     def close(self) -> None:
-        """Close the links. This rank takes part in no further operation, and ranks in later operations get an error."""
+        """Close the links. This rank takes part in no later operation; other ranks that start one get an error."""
         if self._is_open:
             self._is_open = False
             self._links.close()
 
     def close_in_child(self) -> None:
-        """In a forked child: close the child's sockets, and leave the parent's connected."""
+        """Called in a forked child: close the child's copies of the sockets. The parent stays connected."""
         self._links.close_in_child()
 
     def _all_reduce_max(
@@ -168,7 +168,7 @@ class ControlGroup:
         return RanksDivergedError("\n".join([first, *lines, operation.advice]))
 
     def _reports(self, where: str) -> list[str | None]:
-        """The position of each rank that arrived at this operation; None for the others.
+        """The position of each rank that reached this operation; None for the others. Reads the default store.
 
         All ranks append to one key, so the number of requests per rank does not depend on the number of ranks.
         """
@@ -275,13 +275,13 @@ def _connect_nodes(first_ranks: Sequence[int]) -> dist.ProcessGroup | None:
 
 
 class _NodeLinks:
-    """Local sockets within a node, gloo between nodes; see [Note: two levels]."""
+    """Communicates over local sockets within a node, and over gloo between nodes; see [Note: two levels]."""
 
     def __init__(self, node: Node, group: dist.ProcessGroup | None) -> None:
         self._node, self._group = node, group
 
     def all_reduce_max(self, numbers: Sequence[int], deadline: float) -> list[int]:
-        """The element-wise maximum of all ranks' numbers.
+        """The element-wise maximum of all ranks' numbers. Called on all ranks.
 
         Args:
             deadline: In seconds of ``time.monotonic``.
@@ -330,10 +330,10 @@ def _wait(work: dist.Work | None, deadline: float) -> None:
 
 
 class _DeviceLinks:
-    """One all-reduce of the device's own backend, if gloo cannot connect the nodes. Synchronizes with the device.
+    """Communicates over the device's own backend, by one all-reduce. Used if gloo cannot connect the nodes.
 
-    The buffer is allocated in advance, so a rank that is out of memory can still vote. A rank that arrives after the
-    others have timed out gets no error here.
+    Synchronizes with the device. The buffer is allocated in advance, so a rank that is out of memory can still vote. A
+    rank that arrives after the others have timed out gets no error here.
     """
 
     def __init__(self) -> None:

@@ -115,7 +115,7 @@ class _Options:
 
 
 def _refuse_step(summoned: Sequence[UnitParameter], optimizer: torch.optim.Optimizer, *unused: Any) -> None:
-    """Reject an optimizer step: it would update the shards, which the end of the block overwrites."""
+    """Raise for an optimizer step in the block: it would update the shards, which the end of the block overwrites."""
     split = {id(each.sharded) for each in summoned if shard_axes(each.sharded)}
     if any(id(parameter) in split for group in optimizer.param_groups for parameter in group["params"]):
         name = type(optimizer).__name__
@@ -123,7 +123,7 @@ def _refuse_step(summoned: Sequence[UnitParameter], optimizer: torch.optim.Optim
 
 
 def _units_to_summon(module: nn.Module, recurse: bool, options: _Options) -> list[FSDPModule]:
-    """The units to unshard. All rejections happen here, before any communication."""
+    """The units to unshard. All checks that may raise run here, before any communication."""
     if options.rank0_only and options.writeback:
         raise UnsupportedError(
             "summon_full_params(writeback=True, rank0_only=True): one rank alone would hold what is written (FSDP1 "
@@ -218,7 +218,7 @@ def _unsharded(unit: FSDPModule, options: _Options, names: Mapping[int, str], pr
 
 
 def _check_pass(options: _Options, is_backward: bool) -> None:
-    """Reject a forward or backward within the block that the options do not allow."""
+    """Raise for a forward or backward within the block that the options do not allow."""
     if options.rank0_only:
         raise ComposerFSDP2Error(
             "a forward within summon_full_params(rank0_only=True): the other ranks lack what the first may have "
@@ -232,9 +232,9 @@ def _check_pass(options: _Options, is_backward: bool) -> None:
 
 
 def _gradients(parameters: list[UnitParameter]) -> list[DTensor | None]:
-    """The sharded gradients of a unit. Zeros if only other ranks have a gradient, since all of them all-gather it.
+    """The sharded gradients of a unit. A missing gradient is filled with zeros if another rank has one.
 
-    Called on all ranks of the unit's mesh.
+    Called on all ranks of the unit's mesh, which then all-gather the same gradients.
     """
     if not parameters:
         return []
@@ -253,9 +253,10 @@ def _gradients(parameters: list[UnitParameter]) -> list[DTensor | None]:
 
 @torch.no_grad()
 def _gather(tensor: DTensor, options: _Options) -> torch.Tensor | None:
-    """The full tensor; None on a rank that should not get it. Called on all ranks of its mesh.
+    """All-gather a tensor. Called on all ranks of its mesh.
 
-    On a mesh that does not shard, the full tensor is not a copy, except with ``offload_to_cpu``.
+    With ``rank0_only``, returns None on the other ranks. On a mesh that does not shard, the full tensor is not a copy,
+    except with ``offload_to_cpu``.
     """
     mesh, axes = tensor.device_mesh, shard_axes(tensor)
     full = gather_full_tensor(tensor)
@@ -274,7 +275,7 @@ class _FullParameter:
         self.parameter, self.name, self.options = parameter, name, options
         self.shard = cast(DTensor, parameter.sharded)
         self.local = self.shard.to_local().detach()
-        # the shard's values from before, once a forward needed values that are not to be kept
+        # the shard's previous values, if a forward needed values that do not persist
         self.before: torch.Tensor | None = None
         self.full: nn.Parameter | None = None
         full, full_grad = _gather(self.shard, options), None if grad is None else _gather(grad, options)
@@ -288,7 +289,7 @@ class _FullParameter:
             self.parameter.register(self.full)
 
     def write_for_forward(self) -> None:
-        """Write the block's values into the shard, for a forward to all-gather."""
+        """Write the full parameter's values into the shard, so that a forward in the block all-gathers them."""
         if not self.options.writeback and self.before is None and not self._is_shard(self._registered()):
             self.before = self.local.clone()
         if problem := self._write():
@@ -296,7 +297,11 @@ class _FullParameter:
         self.full = self._registered()  # a replacement is registered again afterwards
 
     def write_back(self) -> list[str]:
-        """Write the values that persist into the shard. Return the problems: written values that are lost."""
+        """Write the values that persist into the shard, at the end of the block.
+
+        Returns:
+            A message for each written value that is lost.
+        """
         if self.full is not None and self._registered() is self.full:
             # changes of requires_grad persist with any options
             self.parameter.sharded.requires_grad_(self.full.requires_grad)
@@ -309,7 +314,7 @@ class _FullParameter:
 
     @torch.no_grad()
     def _write(self) -> str:
-        """Write the block's values into the shard. Return the problem that prevents it, or ""."""
+        """Write the full parameter's values into the shard. Return a message if that is not possible, or ""."""
         written = self._registered()
         if written is None:
             return f"{self.name} was replaced by different parameters in the places that share it"
@@ -337,7 +342,7 @@ class _FullParameter:
         return ""
 
     def _registered(self) -> nn.Parameter | None:
-        """The parameter that the block left registered: the full parameter or a replacement; None if several."""
+        """The parameter that the block leaves registered: the full parameter or a replacement; None if several."""
         own = (id(self.full), id(self.parameter.sharded))
         others = {id(each): each for each in self.parameter.registered() if id(each) not in own}
         if len(others) > 1:

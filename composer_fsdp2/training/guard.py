@@ -45,7 +45,7 @@ def collective_guard(limit: timedelta) -> Callable[[PendingCollective | str], No
 
 
 def start_guard(model: nn.Module, limit_s: float) -> None:
-    """Guard all collectives of a sharded model, for as long as it exists. Called on all ranks.
+    """Guard all collectives of a sharded model, until the model is deleted. Called on all ranks.
 
     Args:
         limit_s: The timeout of each barrier, in seconds.
@@ -56,7 +56,12 @@ def start_guard(model: nn.Module, limit_s: float) -> None:
 
 
 def check_guard(model: nn.Module, where: str) -> None:
-    """A barrier at another point than the collectives of a model or submodule, if guarded. Called on all ranks."""
+    """If the model is guarded, a barrier outside of its collectives. Called on all ranks.
+
+    Args:
+        model: The model or a submodule.
+        where: This rank's position, for the error.
+    """
     run = find_run(model)
     if run is not None and run.guard is not None:
         run.guard(where)

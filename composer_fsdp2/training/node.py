@@ -21,9 +21,9 @@ T = TypeVar("T")
 
 
 class Node:
-    """The ranks that are connected by local sockets, from the view of one of them.
+    """This rank's connections to the other ranks of its node, by local sockets.
 
-    If a rank closes its node or ends, the ranks that are linked to it notice it at their next receive or send.
+    If a rank closes its node or exits, the ranks that are connected to it raise at their next receive or send.
 
     Attributes:
         first_ranks: The first rank of each node, which replies to the others.
@@ -84,7 +84,8 @@ class Node:
         """Send one message to each linked rank.
 
         Raises:
-            OSError: a rank has ended or closed its links. No message was sent, unless it did so at this moment.
+            OSError: a rank has exited or closed its links. Other ranks have then received nothing, unless it did so
+                during this call.
         """
         if self._poll.poll(0):  # a waiting rank does not send
             raise ConnectionError(_IS_GONE)
@@ -127,7 +128,10 @@ def _open_on_all_ranks(open_: Callable[[], T]) -> T:
 
 
 def _listen(backlog: int, timeout: timedelta) -> socket.socket | None:
-    """A listening socket at an abstract address, which ends with the socket and belongs to one network namespace."""
+    """A listening socket at an abstract address, which is unique per network namespace.
+
+    The address is released when the socket is closed.
+    """
     if not backlog or not hasattr(socket, "SOCK_SEQPACKET"):
         return None
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -142,7 +146,7 @@ def _listen(backlog: int, timeout: timedelta) -> socket.socket | None:
 
 
 def _connect(address: bytes | None) -> socket.socket | None:
-    """A connection. None if there is no listener, or if the host of this name is another container."""
+    """Connect to the first rank. None if nothing listens, or if the host of this name is another container."""
     if address is None:
         return None
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

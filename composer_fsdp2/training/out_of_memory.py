@@ -1,11 +1,11 @@
 """Coordinated out-of-memory handling: a vote before each collective, and a reset to the state before the batch.
 
-[Note: votes] A rank that is out of memory raises while the other ranks wait for it in a collective, forever. Each
-rank therefore votes before it launches a collective, after the allocation of the unit's buffers, which may fail. A
-rank that failed votes once more where the error is caught: this is the vote in which the others are waiting, or the
-next one that they reach. Then all ranks know, and all reset. Every rank votes the same number of times, as long as
-all ranks run the same units in the same order. A failure inside a collective that other ranks have entered cannot be
-voted on; the process group's timeout then ends all of them.
+[Note: votes] A rank that is out of memory raises while the other ranks wait for it in a collective, forever. Each rank
+therefore votes before it launches a collective, after the allocation of the unit's buffers, which may fail. If the
+allocation fails, the rank votes in the handler of the error. The other ranks are waiting in the same vote, or will
+reach it. All ranks then get the result, and all reset. Every rank votes the same number of times, as long as all ranks
+run the same units in the same order. A failure inside a collective that other ranks have entered cannot be voted on;
+the process group's timeout then ends all of them.
 """
 
 import traceback
@@ -35,7 +35,7 @@ class PeerOutOfMemoryError(RuntimeError):
 
 
 class OutOfMemoryVote:
-    """Votes of a model's ranks over the control group, separate from its collectives.
+    """A vote of a model's ranks before each collective, over the control group.
 
     Created on all ranks together, as the control group is. Sends a few small collectives over the model's mesh axes:
     NCCL allocates memory outside of torch's allocator when an axis is first used. If that failed within a batch, it
@@ -99,7 +99,7 @@ class OutOfMemoryVote:
         self._vote(f"its vote that it ran out of memory after {self._where}", True)
 
     def succeeded(self, run: Callable[[], object]) -> bool:
-        """Run ``run``; return True if it succeeded on all ranks, or False on all ranks if one is out of memory.
+        """Call ``run``. Return True if it succeeded on all ranks; return False on all ranks if one is out of memory.
 
         In the latter case the model is reset. The caller restores gradients, buffers and RNG states. Called on all
         ranks; votes once more after ``run``, if voting is on.
@@ -135,9 +135,9 @@ AllReduceMax = Callable[[str, Sequence[int]], list[int]]
 
 
 def forward_all_reduce_max(model: nn.Module, operation: Operation, limit_s: float | None) -> AllReduceMax:
-    """An all-reduce over the control group within a forward, before ranks run parts of the model that may differ.
+    """Create an all-reduce over the control group, for ranks to call in a forward before they run different submodules.
 
-    If voting is on, ranks vote first. Called on all ranks.
+    If out-of-memory voting is on, the ranks vote first. The returned function is called on all ranks.
 
     Args:
         model: The module whose forward uses it.
@@ -200,7 +200,7 @@ _TEXTS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device of this or another rank was out of memory, so that a smaller microbatch may help."""
+    """Whether a device of this or another rank ran out of memory, in which case a smaller microbatch may fit."""
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _TEXTS)
 
 
@@ -230,9 +230,10 @@ def reset(model: nn.Module) -> None:
 
 
 def batch_snapshot(model: nn.Module) -> Callable[[], None]:
-    """A function that restores what a batch changes besides gradients: this rank's RNG states, and the buffers.
+    """Copy the state that a batch changes besides gradients: this rank's RNG states, and the buffers.
 
-    Copies them. Neither this function nor the returned one communicates.
+    Returns:
+        A function that restores them. Neither communicates.
     """
     states = random_states()
     of_dtensors = {name: state.clone() for name, state in dtensor_random_states().items()}

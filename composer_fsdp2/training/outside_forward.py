@@ -1,7 +1,7 @@
 """Parameters that a script uses outside of their unit's forward: in a loss, a penalty or a metric.
 
-There they are DTensors, and torch raises for operators on a mix of DTensors and plain tensors. For the sum of a loss
-and a penalty it raises in the backward only.
+Such parameters are DTensors, and torch raises for operators on a mix of DTensors and plain tensors. For the sum of a
+loss and a penalty it raises in the backward only.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,12 +25,12 @@ from composer_fsdp2.sharding.ties import join
 
 
 class FullTensorMode(TorchFunctionMode):
-    """Within the block, operators get full tensors for DTensors, which torch does not mix with plain tensors.
+    """Within the block, operators on DTensors run on full tensors, so that they may be mixed with plain tensors.
 
     Each rank computes its own loss from a full tensor, so its gradient is averaged over the ranks of its mesh, as
     ``fully_shard`` averages those of a forward. The results equal those of one process. The sum of an elementwise
-    penalty stays sharded, also over all parameters; one number is all-reduced at the end. Writes to a DTensor are left
-    to torch.
+    penalty stays sharded, also over all parameters; one number is all-reduced at the end. Operators that write to a
+    DTensor are not changed.
 
     An operator on a full tensor costs one collective, and another one in backward. All ranks must run the same
     operators.
@@ -69,7 +69,7 @@ _IN_PLACE = [f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floord
 
 
 def _stays_sharded(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    """Whether an operator on shards needs no communication, and is exact in torch 2.7 and later."""
+    """Whether an operator can run on the shards: it does not communicate, and is exact in torch 2.7 and later."""
     operands = [*args, *options.values()]
     shards = [each for each in operands if isinstance(each, DTensor)]
     others = [each for each in operands if not isinstance(each, DTensor)]
@@ -105,9 +105,9 @@ def _average_gradient(mesh: DeviceMesh, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def explain_mixed(model: nn.Module, error: RuntimeError) -> None:
-    """Add a note to torch's error about mixed tensors: the parameter, where it was used, and what to write instead.
+    """Add a note to torch's error about mixed tensors: the parameter, the line that used it, and an alternative.
 
-    Only reads; other errors are not changed.
+    Other errors are not changed. Does not communicate.
     """
     if _MIXED in str(error):
         error.add_note(f"composer_fsdp2: {_where_mixed(model, error)}. {_IN_FULL}")
@@ -151,7 +151,7 @@ _IN_FULL = (
 
 
 def _methods_in(model: nn.Module, traceback: TracebackType | None) -> Iterator[tuple[str, str, nn.Module]]:
-    """The methods of submodules in a traceback, outermost first: path, method and module."""
+    """The methods of submodules in a traceback, outermost first. Each is a path, the method's name and the module."""
     paths = {id(module): path for path, module in model.named_modules()}
     for frame in _frames(traceback):
         owner = frame.f_locals.get("self")

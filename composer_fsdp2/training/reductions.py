@@ -19,10 +19,10 @@ _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LocalValues:
-    """This rank's contribution to some numbers.
+    """Local values to be reduced over a mesh.
 
     Args:
-        values: A tensor of any shape (equal on all ranks of ``mesh``) and device.
+        values: A tensor on any device. Its shape must be equal on all ranks of ``mesh``.
         mesh: The mesh over whose ranks they are reduced.
         axes: The mesh axes of the reduction, ascending.
         op: ``sum``, ``avg``, ``max`` or ``min``.
@@ -35,13 +35,12 @@ class LocalValues:
 
 
 def all_reduce_values(parts: Sequence[LocalValues]) -> list[torch.Tensor]:
-    """All-reduce the numbers; return each as a float64 tensor on its mesh's device.
+    """All-reduce the values; return each as a float64 tensor on its mesh's device.
 
-    float64, because these are mostly squares, whose sum over ranks may overflow in fp32 although its square root does
-    not.
+    float64, because most are squares, whose sum over ranks may overflow in fp32 although its square root does not.
 
-    Called on all ranks, with equal meshes, axes, reductions and shapes in the same order. One all-reduce per mesh
-    axis and reduction (an average is a sum); none along an axis of size 1.
+    Called on all ranks, with equal meshes, axes, reductions and shapes in the same order. One all-reduce per mesh axis
+    and reduction (an average is a sum); none along an axis of size 1.
     """
     # Values of offloaded parameters are on the CPU, while the group uses NCCL.
     reduced = [part.values.detach().to(torch.device(part.mesh.device_type), torch.float64) for part in parts]
@@ -66,8 +65,8 @@ def reduce_to_floats(values: Mapping[K, torch.Tensor]) -> dict[K, float]:
     A norm or sum of a sharded tensor is a DTensor with a pending reduction. ``full_tensor()`` reduces one of them with
     a collective; ``item()`` silently returns this rank's local value.
 
-    Called on all ranks with the same DTensors in the same order, see ``all_reduce_values``. A plain tensor is each
-    rank's own. Synchronizes once with the device.
+    Called on all ranks with the same DTensors in the same order, see ``all_reduce_values``. A plain tensor is not
+    reduced. Synchronizes once with the device.
     """
     parts: dict[K, LocalValues] = {}
     powers: dict[K, float] = {}
@@ -87,7 +86,10 @@ def reduce_to_floats(values: Mapping[K, torch.Tensor]) -> dict[K, float]:
 
 
 def _pending_reduction(value: DTensor) -> tuple[LocalValues, float] | None:
-    """The pending reduction of a DTensor, and the power in which it is a sum; None if torch must reduce it."""
+    """The pending reduction of a DTensor, and the order of the root to take of the reduced value (1 for none).
+
+    None if torch must reduce the DTensor.
+    """
     pending = [pending_reduction(placement) for placement in value.placements]
     kinds = {kind for kind in pending if kind is not None}
     if len(kinds) > 1 or not all(placement.is_replicate() or placement.is_partial() for placement in value.placements):

@@ -20,7 +20,7 @@ from composer_fsdp2.training.context import ContextGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchGroup:
-    """The ranks that share a batch, and how each of them gets it.
+    """The ranks that train on the same batch, and how each of them gets it.
 
     Args:
         ranks: Global ranks in ascending order.
@@ -39,18 +39,18 @@ class BatchGroup:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Run:
-    """State of one sharded model. It references no module, which would keep the model alive.
+    """The state of one sharded model between steps. It references no module, which would keep the model alive.
 
     Args:
-        plan: None if the script called ``fully_shard`` itself.
+        plan: The plan of the model; None if the script called ``fully_shard`` itself.
         report: The translation of the configuration, as text.
         findings: The findings of the translation, one per key.
         groups: Process groups by unit: an all-reduce over each in turn reaches all ranks that train the unit's root.
         guard: Compares the position of all ranks, if ``collective_guard`` is on.
         latest_vote: Weak reference to the last ``OutOfMemoryVote``, which may be stopped.
-        context: The ranks that share this rank's sequences, under context parallelism.
-        batch: The ranks that share this rank's batch, under tensor or context parallelism.
-        exchanging: Process groups of the all-to-alls that send tokens to their experts.
+        context: The context-parallel group of this rank, if any.
+        batch: The ranks that train on the same batch as this rank, under tensor or context parallelism.
+        exchanging: The process groups of the all-to-alls that exchange tokens between experts.
     """
 
     plan: ShardingPlan | None = None
@@ -65,11 +65,11 @@ class Run:
 
 
 def start_run(model: nn.Module, plan: ShardingPlan, meshes: Mapping[str, UnitMesh]) -> Run:
-    """Create and attach the run of a model that ``apply_agreed_plan`` has sharded.
+    """Create the ``Run`` of a model that ``apply_agreed_plan`` has sharded, and attach it to the model.
 
     Args:
         plan: The plan of the model.
-        meshes: Its result: the mesh of each unit by name.
+        meshes: The mesh of each unit by name, as ``apply_agreed_plan`` returns them.
 
     Called on all ranks; gathers one bool per root whose mesh is not the world.
     """
@@ -86,17 +86,17 @@ _RUNS: WeakKeyDictionary[nn.Module, Run] = WeakKeyDictionary()
 
 
 def attach(run: Run, units: Iterable[nn.Module]) -> None:
-    """Attach ``run`` to the units of its model; it is freed with the last of them."""
+    """Attach ``run`` to the units of its model. It is freed with the last of them."""
     _RUNS.update((unit, run) for unit in units)
 
 
 def find_run(model: nn.Module) -> Run | None:
-    """The run of a model, or of a submodule that contains a unit; None if the model is not sharded."""
+    """The ``Run`` of a model, or of a submodule that contains a unit; None if the model is not sharded."""
     return next((_RUNS[module] for module in model.modules() if module in _RUNS), None) if _RUNS else None
 
 
 def run_of(model: nn.Module) -> Run:
-    """``find_run``, or a new run if the script called ``fully_shard`` itself."""
+    """As ``find_run``, but create a ``Run`` if the script called ``fully_shard`` itself."""
     run = find_run(model)
     if run is None:
         run = Run()
@@ -111,6 +111,6 @@ def find_context(model: nn.Module) -> ContextGroup | None:
 
 
 def find_batch_group(model: nn.Module) -> BatchGroup | None:
-    """The ranks that share this rank's batch; None without tensor or context parallelism."""
+    """The ranks that train on the same batch as this rank; None without tensor or context parallelism."""
     run = find_run(model)
     return None if run is None else run.batch

@@ -1,1 +1,1 @@
-"""The bytes of an archive of ``torch.save``: the places of its records, and their CRC32s."""
+"""The bytes of a ``torch.save`` archive: the offset of each record, and its CRC32."""

@@ -1,4 +1,4 @@
-"""Files of a checkpoint: CheckpointErrors for missing and short ones, names that stay in a folder, and syncing."""
+"""Read and write checkpoint files: CheckpointErrors for missing and short files, safe paths, and syncing to disk."""
 
 import json
 import os
@@ -14,10 +14,11 @@ from composer_fsdp2.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """The files of a checkpoint: on this machine, or fetched to it when one is first opened.
+    """The folder of a checkpoint, on this machine or downloaded file by file.
 
     Args:
-        fetch: Gets a file that is perhaps not there yet, and raises CheckpointError; None where all are there.
+        fetch: Downloads a file unless it is already on this machine; raises CheckpointError. None if all files are
+            local.
     """
 
     path: Path
@@ -32,7 +33,7 @@ class Folder:
 
 
 def read_at(path: Path, offset: int, num_bytes: int) -> bytes:
-    """Exactly these bytes of a file.
+    """Read exactly ``num_bytes`` bytes of a file, from ``offset``.
 
     Raises:
         CheckpointError: the file is missing, too short, or cannot be read.
@@ -41,7 +42,7 @@ def read_at(path: Path, offset: int, num_bytes: int) -> bytes:
         try:
             file.seek(offset)
             data = file.read(num_bytes)
-        except (OSError, OverflowError, ValueError) as error:  # no file system has such a place
+        except (OSError, OverflowError, ValueError) as error:  # no file has such an offset
             raise CheckpointError(f"{path}: cannot read {num_bytes} bytes at {offset} ({error})") from error
     if len(data) != num_bytes:
         raise CheckpointError(f"{path}: ends at {offset + len(data)}, needs {offset + num_bytes} bytes (truncated?)")
@@ -50,10 +51,10 @@ def read_at(path: Path, offset: int, num_bytes: int) -> bytes:
 
 @contextmanager
 def damage_in(file: Path, what: str) -> Iterator[None]:
-    """Python's own errors in the block as a CheckpointError: a damaged file can have any type anywhere.
+    """Within the block, convert any exception to a CheckpointError: parsing a damaged file can raise any type.
 
     Args:
-        what: The file's kind.
+        what: The kind of the file, for the message.
     """
     try:
         yield
@@ -68,10 +69,10 @@ _JSON_BYTES_PER_BYTE = 16  # of memory for each byte of a text
 
 
 def read_json(path: Path, offset: int = 0, num_bytes: int | None = None) -> Any:
-    """The value of the JSON text in these bytes of a file (to its end without ``num_bytes``).
+    """Parse the JSON text in these bytes of a file. Without ``num_bytes``, parse up to the end of the file.
 
     Raises:
-        CheckpointError: it is damaged, or its lists and objects would fill the memory.
+        CheckpointError: the text is damaged, or its lists and objects would take too much memory.
     """
     if num_bytes is None:
         num_bytes = path.stat().st_size - offset
@@ -85,7 +86,7 @@ def read_json(path: Path, offset: int = 0, num_bytes: int | None = None) -> Any:
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """The file, for reading, with our error where it cannot be opened."""
+    """Open a file for reading. Raises CheckpointError if that fails."""
     try:
         file = open(path, "rb")  # noqa: SIM115 - closed below, where its own errors stay what they are
     except OSError as error:
@@ -95,7 +96,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_all(file: IO[bytes], data: bytes | memoryview, at: int) -> None:
-    """``os.pwrite`` until everything is written; the file's own position stays."""
+    """Call ``os.pwrite`` until everything is written. The position of ``file`` does not change."""
     left = memoryview(data)
     while left:
         written = os.pwrite(file.fileno(), left, at)
@@ -108,7 +109,7 @@ def sync(file: IO[bytes]) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Sync a folder: names in it then survive a power cut."""
+    """Sync a folder to disk, so that new names in it survive a power failure."""
     folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -116,18 +117,20 @@ def sync_folder(path: Path) -> None:
         os.close(folder)
 
 
-# Names from a listing, an index or an archive, which must be files in one folder.
+# Names from a listing, an index or an archive must be files in one folder.
 
 
 def inside(folder: Path, name: object, *, named_by: object, may_link: bool = False) -> Path:
-    """The path in ``folder`` that a name stands for.
+    """The path that ``name`` has in ``folder``, checked to be inside of it.
 
     Args:
-        named_by: The file with the name, for the message.
-        may_link: The file itself may be a link to somewhere else, as in a Hugging Face cache; a user made it.
+        named_by: The file that contains the name, for the message.
+        may_link: The file itself may be a symbolic link out of the folder, as in a Hugging Face cache. Users create
+            such links.
     Raises:
-        CheckpointError: it is not a relative path without ``..``, or leads out of the folder over a link. Nothing was
-            opened or written.
+        CheckpointError: the name is not a relative path without ``..``, or leads out of the folder through a link.
+
+    Does not open or write the file.
     """
     if not isinstance(name, str):
         raise CheckpointError(f"{named_by}: names a {type(name).__name__} as a file")
@@ -140,7 +143,7 @@ def inside(folder: Path, name: object, *, named_by: object, may_link: bool = Fal
 
 
 def is_plain(name: str) -> bool:
-    """Whether this is a relative path, without ``..``, that every file system takes."""
+    """Whether this is a relative path without ``..`` that is valid on every file system."""
     path = PurePosixPath(name)
     try:
         os.fsencode(name)

@@ -1,7 +1,7 @@
 """The zip archive that ``torch.save`` writes, as a table of uncompressed records in a file.
 
-A ``.pt`` is one such archive; a ``.distcp`` file has one for each of its entries, one after the other. Records are
-stored as they are, so a part of a tensor is a range of bytes in the file, and each has a CRC32.
+A ``.pt`` file is one such archive; a ``.distcp`` file is a concatenation of one archive per entry. Records are stored
+uncompressed, so a part of a tensor is a range of bytes in the file. Each record has a CRC32.
 """
 
 import os
@@ -23,7 +23,7 @@ _LOCAL_HEADER_MAGIC = 0x04034B50
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """A run of bytes in a file; ``crc32`` if the file has one."""
+    """A contiguous range of bytes in a file, with its ``crc32`` if the file has one."""
 
     path: Path
     offset: int
@@ -35,14 +35,14 @@ class Blob:
         return self.offset + self.num_bytes
 
     def damage(self, crc32: int) -> str | None:
-        """The difference of this CRC32 from the record's; None if they are equal, or the file has none."""
+        """Describe the difference of ``crc32`` from the record's own; None if they are equal or the file has none."""
         is_damaged = self.crc32 is not None and crc32 != self.crc32
         return f"CRC32 {crc32:08x}, the file says {self.crc32:08x}" if is_damaged else None
 
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """One torch archive: the place of each record's bytes.
+    """A ``torch.save`` archive: the byte range of each record.
 
     Args:
         blobs: By record name without the archive's own folder: ``data.pkl``, ``data/0``, ``version``.
@@ -54,10 +54,10 @@ class Archive:
 
     @classmethod
     def open(cls, path: Path, offset: int = 0, num_bytes: int | None = None) -> "Archive":
-        """Read the directory of the archive in these bytes of a file (to its end without ``num_bytes``).
+        """Read the directory of the archive in these bytes of a file. Without ``num_bytes``, up to the end of the file.
 
         Raises:
-            CheckpointError: it is no such archive, or its directory contradicts the file.
+            CheckpointError: the bytes are not such an archive, or its directory contradicts the file.
         """
         with opened(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -71,7 +71,7 @@ class Archive:
             return cls(where, _blobs(path, file, offset, num_bytes, where))
 
     def read(self, name: str) -> bytes:
-        """All of a small record, checked against its CRC32."""
+        """Read a small record as a whole, and check its CRC32."""
         blob = self.blobs.get(name)
         if blob is None:
             raise CheckpointError(f"{self.where}: has no record {name}")
@@ -81,7 +81,7 @@ class Archive:
         return data
 
     def unpickle(self, *, trust: bool, inert: frozenset[str] = frozenset()) -> Any:
-        """The saved value, with a ``StoredTensor`` for each tensor; see ``read_pickle``."""
+        """Unpickle ``data.pkl``, with a ``StoredTensor`` for each tensor; see ``read_pickle``."""
         if "byteorder" in self.blobs and self.read("byteorder") != b"little":
             raise CheckpointError(f"{self.where}: written on a big-endian machine, which is not supported")
         return read_pickle(
@@ -102,7 +102,7 @@ class Archive:
 
 
 class _Window:
-    """A part of a file as a file, for ``zipfile``."""
+    """A byte range of a file as a file object, for ``zipfile``."""
 
     def __init__(self, file: IO[bytes], offset: int, num_bytes: int) -> None:
         self._file, self._offset, self.num_bytes = file, offset, num_bytes
@@ -141,10 +141,12 @@ _MAX_COMMENT_BYTES = 1 << 16
 
 
 def _directory_end(data: bytes, at: int) -> tuple[int, int, int] | None:
-    """Where a directory ends in ``data``, its length, and where it begins in its archive; None without one.
+    """Find the zip directory that ends in ``data``; None if not found.
 
     Args:
-        at: Of the end record, the archive's last one.
+        at: The offset in ``data`` of the end record, which is the archive's last one.
+    Returns:
+        The end of the directory in ``data``, its length, and its offset in the archive.
     """
     if at < 0 or not data.startswith(_END, at):
         return None
@@ -155,10 +157,10 @@ def _directory_end(data: bytes, at: int) -> tuple[int, int, int] | None:
 
 
 def archive_start(path: Path, start: int, end: int) -> int | None:
-    """Where the archive begins that ends at byte ``end`` of a file, without a comment; None if none does.
+    """The offset of the archive that ends at byte ``end`` of a file, without a comment; None if not found.
 
     Args:
-        start: It does not begin before this byte.
+        start: The smallest possible offset.
     """
     first = max(start, end - _ALL_ENDS_BYTES)
     data = read_at(path, first, end - first)
@@ -170,16 +172,16 @@ def archive_start(path: Path, start: int, end: int) -> int | None:
 
 
 def _refuse_large_directory(window: _Window, where: str) -> None:
-    """Before ``zipfile`` reads it: check the directory's length in the archive's last bytes.
+    """Check the length of the zip directory, as the archive's last bytes contain it, before ``zipfile`` reads it.
 
-    They are looked for where ``zipfile`` looks: at the very end, and only behind a comment in more than that.
+    Searches in the same places as ``zipfile``: at the very end, and behind a comment only if that fails.
     """
     tail = window.last(_ALL_ENDS_BYTES)
     end = _directory_end(tail, len(tail) - _END_BYTES) if tail.endswith(b"\0\0") else None
     if end is None:
         tail = window.last(_MAX_COMMENT_BYTES + len(tail))
         end = _directory_end(tail, tail.rfind(_END))
-    # Without one, zipfile raises.
+    # Without a directory zipfile raises.
     if end is not None:
         Budget.of(where, window.num_bytes).spend(f"a directory of {end[1]} bytes", num_bytes=_BYTES_PER_BYTE * end[1])
 
@@ -188,14 +190,14 @@ def zip_names(path: Path) -> list[str]:
     """The names in any zip file.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: it is not a zip file.
     """
     with opened(path) as file:
         return [entry.filename for entry in _directory(_Window(file, 0, path.stat().st_size), str(path))[0]]
 
 
 def _directory(window: _Window, where: str) -> tuple[list[zipfile.ZipInfo], int]:
-    """The lines of the directory, and where in the window it begins."""
+    """The entries of the zip directory, and its offset in the window."""
     _refuse_large_directory(window, where)
     try:
         with zipfile.ZipFile(window) as archive:

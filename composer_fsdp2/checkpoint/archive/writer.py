@@ -1,14 +1,14 @@
-"""The zip archive of ``torch.save``, laid out before any tensor byte is there.
+"""Write the zip archive of ``torch.save``, with a layout that is fixed before any tensor is available.
 
-``torch.save`` wants every tensor in memory. Here the pickle and the place of every record follow from shapes and dtypes
-alone, so tensor bytes may be written later, in any order and by several processes. The bytes are those of
-``torch.save``, but for one record: the checksum that it calls ``.data/serialization_id``.
+``torch.save`` requires every tensor in memory. Here the pickle and the offset of every record are computed from shapes
+and dtypes, so tensor bytes may be written later, in any order and by several processes. The file has the same bytes as
+that of ``torch.save``, except for one record: the checksum ``.data/serialization_id``.
 
     weight = Slot((4, 8), torch.float32)
     plan = plan_archive({"state": {"model": {"weight": weight}}})
     with open(path, "wb") as file:
-        os.pwrite(file.fileno(), data, plan.offset_of(weight))  # row-major, weight.num_bytes of them
-        plan.finish(file, {weight: zlib.crc32(data)})  # everything else: CRC32s are at the end of a zip archive
+        os.pwrite(file.fileno(), data, plan.offset_of(weight))  # row-major, weight.num_bytes bytes
+        plan.finish(file, {weight: zlib.crc32(data)})  # all other bytes; CRC32s are at the end of a zip archive
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from composer_fsdp2._torch.private_names import rebuild_tensor, rebuild_untyped_
 from composer_fsdp2.checkpoint.archive.disk import write_all
 
 _ALIGNMENT = 64
-_MAX_32 = 0xFFFFFFFF  # this and more need zip64's fields
+_MAX_32 = 0xFFFFFFFF  # sizes from here on need zip64's fields
 _MAX_16 = 0xFFFF
 
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
@@ -43,12 +43,12 @@ _UTF8, _HAS_DESCRIPTOR = 1 << 11, 1 << 3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """A contiguous CPU tensor whose bytes come later; stands in a value where the tensor would.
+    """A placeholder for a contiguous CPU tensor in a value to save. The tensor's bytes are written later.
 
     The same slot in two places is one tensor in both.
 
     Args:
-        source: For the caller: where the bytes come from.
+        source: The caller's reference to the tensor's source.
     """
 
     shape: tuple[int, ...]
@@ -62,7 +62,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """One file of the archive: its header at ``at``, then its data; ``content`` is None where that is a slot's."""
+    """One record of the archive: its header at ``at``, then its data. ``content`` is None for the data of a slot."""
 
     name: bytes
     num_bytes: int
@@ -107,7 +107,7 @@ class _Record:
         return _UTF8 | (_HAS_DESCRIPTOR if self.num_bytes else 0)
 
     def _zip64(self, size: int, compressed_size: int) -> bytes:
-        """The extra field for numbers of more than 32 bits; empty without any."""
+        """The zip64 extra field for sizes of more than 32 bits; empty if the sizes are smaller."""
         numbers = [size, compressed_size] if self.num_bytes >= _MAX_32 else []
         if self.at >= _MAX_32:
             numbers.append(self.at)
@@ -116,7 +116,7 @@ class _Record:
 
 @dataclass(frozen=True)
 class ArchivePlan:
-    """The places of everything in an archive; all offsets are from the start of the archive.
+    """The layout of an archive. All offsets are relative to the start of the archive.
 
     Attributes:
         slots: In the order of the file.
@@ -134,18 +134,18 @@ class ArchivePlan:
         return self._offsets[slot]
 
     def finish(self, file: IO[bytes], crcs: Mapping[Slot, int], *, at: int = 0) -> None:
-        """Write everything but the slots' bytes.
+        """Write everything except the slots' bytes.
 
         Args:
-            file: Open for writing, with or without the slots' bytes in it.
+            file: Open for writing. The slots' bytes may be written before or after.
             crcs: The CRC32 of each slot's bytes.
-            at: Where in the file the archive begins.
+            at: The offset of the archive in the file.
         """
         for offset, data in self.frame(crcs):
             write_all(file, data, at + offset)
 
     def frame(self, crcs: Mapping[Slot, int]) -> Iterator[tuple[int, bytes]]:
-        """All bytes but the slots', as runs with their offsets."""
+        """All bytes except the slots', as ranges with their offsets."""
         slots = iter(self.slots)
         run, run_at, directory, seen = bytearray(), 0, bytearray(), hashlib.sha256()
         for record in self._records:
@@ -166,13 +166,15 @@ class ArchivePlan:
 
 
 def plan_archive(value: Any, *, slot_for: Callable[[torch.Tensor], Slot] | None = None) -> ArchivePlan:
-    """Lay out the archive that ``torch.save`` would write for this value.
+    """Compute the layout of the archive that ``torch.save`` would write for this value.
 
     Args:
-        value: Anything that pickles, with ``Slot``s for tensors.
-        slot_for: Returns the slot for each tensor in the value, however deep in an object.
+        value: Any picklable value, with ``Slot``s in place of tensors.
+        slot_for: Called with each tensor in the value, at any depth; returns its slot.
     Raises:
-        TypeError: a tensor is in the value, without ``slot_for``; pass a ``Slot``.
+        TypeError: the value contains a tensor and ``slot_for`` is None; pass a ``Slot``.
+
+    Does not communicate.
     """
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, slot_for)
@@ -189,7 +191,7 @@ def plan_archive(value: Any, *, slot_for: Callable[[torch.Tensor], Slot] | None 
 
     def add(name: str, num_bytes: int, content: bytes | None) -> _Record:
         nonlocal at
-        # All are in one folder; torch takes the file's name for it, or this one for a stream.
+        # All records are in one folder. torch names it after the file, or uses this name for a stream.
         records.append(_Record(f"archive/{name}".encode(), num_bytes, at, content))
         at = records[-1].end
         return records[-1]
@@ -206,13 +208,13 @@ def plan_archive(value: Any, *, slot_for: Callable[[torch.Tensor], Slot] | None 
 
 
 def _serialization_id(seen: bytes) -> bytes:
-    """40 digits for names and contents. torch's come from its C++ library's hash; nothing reads them back."""
+    """A hash of names and contents as 40 digits. torch uses another hash function; no reader checks it."""
     digest = hashlib.sha256(seen).digest()
     return b"%020d%020d" % (int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:16], "little"))
 
 
 def _ends(num_records: int, directory_bytes: int, directory_at: int) -> bytes:
-    """What closes the archive; torch always writes the zip64 form as well."""
+    """The records that close the archive. torch always writes the zip64 form as well."""
     end_64 = _END_64.pack(0x06064B50, 44, 0x031E, 45, 0, 0, num_records, num_records, directory_bytes, directory_at)
     locator = _LOCATOR_64.pack(0x07064B50, 0, directory_at + directory_bytes, 1)
     few, size, place = min(num_records, _MAX_16), min(directory_bytes, _MAX_32), min(directory_at, _MAX_32)
@@ -227,7 +229,7 @@ class _Storage:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles slots as torch pickles tensors, and notes them in the order of their storages."""
+    """Pickles slots as torch pickles tensors, and records them in the order of their storages."""
 
     def __init__(self, file: IO[bytes], slot_for: Callable[[torch.Tensor], Slot] | None) -> None:
         super().__init__(file, protocol=2)
@@ -256,7 +258,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor, as torch counts them where a dimension is empty."""
+    """The strides of a contiguous tensor, as torch computes them for empty dimensions as well."""
     stride = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         stride[dim] = stride[dim + 1] * max(shape[dim + 1], 1)

@@ -1,1 +1,1 @@
-"""Converting a checkpoint into another layout: the plan, and the copying."""
+"""Convert a checkpoint to another layout: plan, then copy."""

@@ -1,4 +1,4 @@
-"""``convert_checkpoint``: a checkpoint of any layout as another, in memory for a chunk, restartable."""
+"""``convert_checkpoint``: convert a checkpoint of any layout to another, in little memory; restartable."""
 
 import functools
 import os
@@ -38,12 +38,13 @@ class ConversionReport:
     """The result of a conversion.
 
     Args:
-        files: Of the destination.
-        num_tensors: Written; one that is split over files counts once.
-        read_bytes, written_bytes: Tensor data read, and all bytes written, in this call.
-        kept_bytes: Tensor data that an earlier call wrote.
-        unchecked_bytes: Tensor data from sources without CRC32s (safetensors).
-        dropped, renamed, remarks: As in the plan.
+        files: The files of the destination.
+        num_tensors: The number of tensors written. A tensor that is split over files counts once.
+        read_bytes: The number of bytes of tensor data that this call read.
+        written_bytes: The number of bytes that this call wrote.
+        kept_bytes: The number of bytes of tensor data that an earlier, interrupted call had written.
+        unchecked_bytes: The number of bytes of tensor data from sources without CRC32s (safetensors).
+        dropped, renamed, remarks: As in ``ConversionPlan``.
 
     Example:
         >>> save_monolithic({"state": {"model": nn.Linear(4, 2).state_dict()}}, "ep1.pt")
@@ -87,30 +88,31 @@ def convert_checkpoint(
 ) -> ConversionReport | ConversionPlan:
     """Write a checkpoint in another layout.
 
-    The source is not changed. The output is written beside the destination (``.{name}.converting``), synced and
-    renamed, and a call that was killed resumes there when it is repeated. Each record of the source is checked against
-    its CRC32. It takes memory for a few chunks of 4 MiB and for values that are no tensors, whatever the sizes.
+    The source is not changed. The output is written next to the destination (``.{name}.converting``), synced and
+    renamed. If a call is killed, the next call with the same arguments resumes. Each record of the source is checked
+    against its CRC32. Memory is limited to a few chunks of 4 MiB plus the values that are not tensors, for any size of
+    the checkpoint.
 
     Args:
         to: ``"monolithic"`` (Composer's ``state_dict_type: full``: one .pt), ``"dcp"`` (``sharded``: a folder, as
             Composer 0.24 and later write it on torch 2.4 and later), or ``"safetensors"`` (a Hugging Face folder of the
-            weights alone, with config.json and tokenizer where the checkpoint has them).
-        model: The model that was saved, for flat parameters (``local``), whose files have no names; also where an
-            optimizer keyed by position needs names that the file leaves open.
-        optimizer: False leaves out the optimizers' states and hyperparameters, and nothing else.
+            weights only, with config.json and tokenizer if the checkpoint has them).
+        model: The model that was saved. Required for flat parameters (``local``), whose files have no parameter names,
+            and for an optimizer keyed by position if the file does not determine the names.
+        optimizer: If False, the optimizers' states and hyperparameters are not converted.
         dtype: Cast the model's floating-point tensors; optimizer states keep their dtype.
-        files: How many files to split the tensors over; left out, as many as keep each below 5 GB.
+        files: The number of files over which tensors are split. By default, as many as keep each file below 5 GB.
         include: Keep only tensors of the model that match one of these patterns (``model.blocks.*``), and their
             optimizer state.
         dry_run: Return the plan; print it to see what would be written. Changes nothing.
         trust: Unpickle classes that are not plain data, which can run any code; only for files whose author you trust.
-        progress: Called with the bytes done and the bytes to do, on the rank that converts.
+        progress: Called on the rank that converts, with the number of completed bytes and the total.
     Raises:
-        ConfigError: ``to``, ``files`` or ``dtype`` is none that the layout has.
-        CheckpointError: on every rank. The source is damaged or of no known layout, the destination exists or cannot be
-            written, the disk has too little space; nothing was published.
-    With a process group: called on all ranks. Rank 0 converts, and the others wait for it outside of collectives; of a
-    dry run each rank makes the plan itself.
+        ConfigError: an invalid ``to``, or ``files`` or ``dtype`` that the layout does not support.
+        CheckpointError: on every rank. The source is damaged or has no known layout, the destination exists or cannot
+            be written, or the disk has too little space. The destination is not created.
+    With a process group, called on all ranks. Rank 0 converts while the other ranks poll the store, outside of
+    collectives. In a dry run each rank makes the plan itself.
 
     Example:
         >>> save_monolithic({"state": {"model": nn.Linear(4, 2).state_dict()}}, "ep1.pt")
@@ -161,7 +163,7 @@ def _convert(
 
 
 def _find(source: str | Path, target: Path) -> Located:
-    """The source; the destination is neither there nor in it."""
+    """Find the source, and check that the destination does not exist and is not inside of the source."""
     found = find(source)
     if os.path.lexists(target):
         raise CheckpointError(f"{target}: exists; remove it, or give another destination")
@@ -180,10 +182,10 @@ class _Conversion:
         self.read_bytes = self.written_bytes = self.kept_bytes = 0
 
     def run(self, sources: Mapping[Path, _Time | None], start: float) -> ConversionReport:
-        """All of it.
+        """Execute the conversion.
 
         Args:
-            sources: The source's files, with their times before anything of them was read.
+            sources: The source's files, with their modification times before anything was read.
         """
         with writing(self.plan.destination, self.staging.folder):
             copied = self.keep(self.staging.done(self.tasks))
@@ -209,7 +211,7 @@ class _Conversion:
         )
 
     def keep(self, earlier: Mapping[int, Copied]) -> dict[int, Copied]:
-        """What an earlier run left, as far as it is in its place."""
+        """Determine which tasks of an earlier, interrupted run are complete."""
         kept: dict[int, Copied] = {}
         for task in self.tasks:
             if task.number in earlier and is_written(task, earlier[task.number], self.path(task.file)):
@@ -238,15 +240,15 @@ class _Conversion:
         return self.staging.path(self.plan.files[file])
 
     def finish(self, copied: Mapping[int, Copied]) -> int:
-        """Check the ranges that were read, and write everything but tensor data.
+        """Check the ranges that were read, and write everything except tensor data.
 
         Returns:
-            Bytes that could not be checked.
+            The number of bytes that could not be checked.
         """
         try:
             unchecked = check_sources((part for task in copied.values() for part in task.parts), self.plan.files)
         except CheckpointError:
-            self.staging.discard()  # it has the damage in it
+            self.staging.discard()  # it contains the damaged bytes
             raise
         for number, file in enumerate(self.plan.files):
             crcs = crcs_of_writes(number, self.plan.files, self.tasks, copied)
@@ -260,5 +262,5 @@ class _Conversion:
 
 
 def _times(files: Iterable[Path]) -> dict[Path, _Time]:
-    """The size of each file, and when it was written."""
+    """The size and the modification time of each file."""
     return {file: (file.stat().st_size, file.stat().st_mtime_ns) for file in files}

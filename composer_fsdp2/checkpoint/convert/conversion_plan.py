@@ -1,4 +1,4 @@
-"""The plan of a conversion, decided from metadata alone, and its text."""
+"""The plan of a conversion, made from metadata only, and its text."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -24,16 +24,16 @@ _SHOWN = 12
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionPlan:
-    """The place of every byte; ``print(plan)`` shows it.
+    """Which bytes of the source are written where. ``print(plan)`` explains it.
 
     Attributes:
-        files: Each with its name, size and tensors, in the order in which they are finished.
-        renamed: Parameters that get another name, by the name in the source.
-        dropped: Keys of the source that the destination will not have; one key stands for all below it.
-        remarks: What else the user should know.
-        num_tensors: Tensors written; one that is split counts once.
-        read_bytes: Tensor data to read.
-        fingerprint: Of the source, its files' sizes and times, and of every byte to write but the tensors'.
+        files: Each with its name, size and tensors, in the order in which they are completed.
+        renamed: The new names of parameters that are renamed, by the name in the source.
+        dropped: Keys of the source that are not converted; a key includes all keys below it.
+        remarks: Messages for the user.
+        num_tensors: The number of tensors to write. A tensor that is split over files counts once.
+        read_bytes: The number of bytes of tensor data to read.
+        fingerprint: A hash of the source's file sizes and times, and of every byte to write except tensor data.
 
     Example:
         >>> save_monolithic({"state": {"model": nn.Linear(4, 2).state_dict()}}, "ep1.pt")
@@ -60,7 +60,7 @@ class ConversionPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """Memory for buffers, an estimate; never all of a tensor that is larger than a chunk."""
+        """An estimate of the memory for buffers. It does not grow with the size of a tensor beyond a chunk."""
         return (NUM_THREADS + 1) * CHUNK_BYTES
 
     def as_dict(self) -> dict[str, Any]:
@@ -112,11 +112,12 @@ def plan_conversion(
     files: int | None = None,
     include: Sequence[str] | None = None,
 ) -> ConversionPlan:
-    """Decide everything; see ``convert_checkpoint`` for the arguments.
+    """Plan a conversion; see ``convert_checkpoint`` for the arguments.
 
     Raises:
-        CheckpointError: it cannot be done, and what helps.
-    Reads metadata and values that are no tensors; writes nothing; does not communicate.
+        CheckpointError: the checkpoint cannot be converted; names the reason and an alternative.
+
+    Reads metadata and values that are not tensors; writes nothing; does not communicate.
     """
     written = check_options(to, files, dtype)
     inventory = _with_names(inventory, model)
@@ -151,7 +152,7 @@ def plan_conversion(
 
 
 def check_options(to: str, files: int | None, dtype: torch.dtype | None) -> LayoutWriter:
-    """How the layout is written; raises ConfigError for options that it does not have."""
+    """The writer of the layout ``to``. Raises ConfigError for options that the layout does not support."""
     known = written_layouts()
     if to not in known:
         raise ConfigError(f"to={to!r}: expected one of {', '.join(known)}")
@@ -163,7 +164,7 @@ def check_options(to: str, files: int | None, dtype: torch.dtype | None) -> Layo
 
 
 def _inferred(inventory: CheckpointInventory) -> Iterator[str]:
-    """A remark on keys whose type a DCP directory does not record."""
+    """A remark on keys whose type a DCP folder does not record."""
     found = dict.fromkeys(map(dotted, integer_keys(inventory.entries)))
     if found:
         yield (
@@ -181,7 +182,7 @@ def _remarks(chosen: ConversionState, prefix: str) -> Iterator[str]:
 
 
 def _with_names(inventory: CheckpointInventory, model: nn.Module | None) -> CheckpointInventory:
-    """FSDP1's flat parameters taken apart along the model, without which they have no names."""
+    """Split FSDP1's flat parameters into the model's parameters. Without the model they have no names."""
     if not inventory.flat:
         return inventory
     if model is None:
@@ -200,12 +201,12 @@ def _fingerprint(inventory: CheckpointInventory, to: str, files: Sequence[Output
         digest.update(_encoded(f"{file.name} {file.num_bytes}"))
         for write in file.writes:
             digest.update(_encoded(f"{write.record.name} {write.box} {write.slot.dtype} {write.at}"))
-            digest.update(_encoded(f"{write.record.chunks} {write.record.flat}"))  # its place in the source
+            digest.update(_encoded(f"{write.record.chunks} {write.record.flat}"))  # its location in the source
         for offset, data in file.rest([0] * len(file.writes)):
             digest.update(_encoded(f"{offset}") + data)
     return digest.hexdigest()
 
 
 def _encoded(text: str) -> bytes:
-    """The bytes of a name that may not be valid text, as files' names are in a terminal that knows ASCII alone."""
+    """Encode a name that may not be valid text, as a file name is in a terminal that supports ASCII only."""
     return text.encode(errors="backslashreplace")

@@ -1,8 +1,8 @@
-"""Copies tensor bytes from a checkpoint to their places in a plan, a few MiB at a time.
+"""Copy tensor bytes from a checkpoint to the locations in a plan, a few MiB at a time.
 
-[Note: copy tasks] The plan is cut into tasks of about ``CHUNK_BYTES``, the same in every run: a task is read, cast and
-written, and noted in the journal once it is written. Memory is a task's, whatever the size of a tensor. The CRC32
-of a tensor is that of its parts, combined (``shifted``).
+[Note: copy tasks] The plan is divided into tasks of about ``CHUNK_BYTES``, in the same way in every run. A task is
+read, cast and written, and then recorded in the journal. Memory is that of a task, for any size of a tensor. The CRC32
+of a tensor is combined from those of its parts (``shifted``).
 """
 
 import os
@@ -32,12 +32,13 @@ NUM_THREADS = min(8, os.cpu_count() or 1)
 
 @dataclass(frozen=True, slots=True)
 class CopyTask:
-    """A box of a write that is contiguous in the file.
+    """A part of a tensor that is contiguous in the output file.
 
     Args:
-        file, write: The numbers of the file, and of the write in it.
-        at: Its first byte in the file.
-        following: Bytes of the same write that come after it.
+        file: The index of the file.
+        write: The index of the write in the file.
+        at: The offset of the part's first byte in the file.
+        following: The number of bytes of the same write that come after the part.
     """
 
     number: int
@@ -51,20 +52,20 @@ class CopyTask:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """A finished task: its CRC32 as written, and the source's ranges that were read."""
+    """The result of a task: the CRC32 of the written bytes, and the source's ranges that were read."""
 
     crc32: int
     parts: tuple[ReadRange, ...]
 
 
 def tasks_of(files: Sequence[OutputFile]) -> list[CopyTask]:
-    """All work of a plan, in the order of the files."""
+    """The tasks of a plan, in the order of the files."""
     tasks: list[CopyTask] = []
     for number, file in enumerate(files):
         for place, write in enumerate(file.writes):
             itemsize = write.slot.dtype.itemsize
             at, end = write.at, write.at + write.num_bytes
-            # In memory before or after a cast, whichever is more.
+            # The larger of the sizes before and after a cast.
             for box in write.box.pieces(max(1, CHUNK_BYTES // max(itemsize, write.record.dtype.itemsize))):
                 if num_bytes := box.numel * itemsize:
                     tasks.append(CopyTask(len(tasks), number, place, box, at, num_bytes, end - at - num_bytes))
@@ -73,12 +74,12 @@ def tasks_of(files: Sequence[OutputFile]) -> list[CopyTask]:
 
 
 class Copier:
-    """Copies tasks, in threads. Use it in a with block."""
+    """Executes tasks in threads. Use it in a with block."""
 
     def __init__(self, files: Sequence[OutputFile]) -> None:
         self._files = files
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="copy")
-        # Those that no thread uses now. Buffers are used again and again: fresh pages cost more than the copy.
+        # Unused buffers. Buffers are reused, because new pages cost more time than the copy.
         self._readers = [(Reader(), torch.empty(CHUNK_BYTES, dtype=torch.uint8)) for _ in range(NUM_THREADS)]
 
     def __enter__(self) -> "Copier":
@@ -90,10 +91,10 @@ class Copier:
             reader.__exit__(*exception)
 
     def copy(self, tasks: Iterable[CopyTask], path: Callable[[int], Path]) -> Iterator[tuple[CopyTask, Copied]]:
-        """Read, cast and write; each task is yielded when it is written, in the order of the tasks.
+        """Read, cast and write the tasks. Yields each task after it is written, in order.
 
         Args:
-            path: Of a file, by its number.
+            path: Returns the path of a file by its index.
         Raises:
             CheckpointError: the source is damaged or too short.
             OSError: the destination cannot be written.
@@ -123,7 +124,7 @@ class Copier:
             data = bytes_of(tensor := tensor.to(write.slot.dtype))
             with open(path, "r+b") as output:
                 write_all(output, data, task.at)
-            # The same bytes as in the source, or others.
+            # Cast tensors have other bytes than the source.
             is_same = is_one_run and write.record.dtype == write.slot.dtype
             return Copied(parts[0].crc32 if is_same else zlib.crc32(data), parts)
         finally:
@@ -131,14 +132,14 @@ class Copier:
 
 
 def is_written(task: CopyTask, copied: Copied, path: Path) -> bool:
-    """Whether a file has the bytes that an earlier run recorded."""
+    """Whether a file has the bytes that an earlier run recorded for a task."""
     return zlib.crc32(read_at(path, task.at, task.num_bytes)) == copied.crc32
 
 
 def crcs_of_writes(
     file: int, files: Sequence[OutputFile], tasks: Sequence[CopyTask], copied: Mapping[int, Copied]
 ) -> list[int]:
-    """The CRC32 of each write of a file, from those of its tasks."""
+    """The CRC32 of each write of a file, combined from those of its tasks."""
     crcs = [0] * len(files[file].writes)
     for task in tasks:
         if task.file == file:
@@ -149,11 +150,11 @@ def crcs_of_writes(
 def check_sources(parts: Iterable[ReadRange], files: Sequence[OutputFile]) -> int:
     """Compare the source's records with the CRC32s in the file.
 
-    What of a record belongs to no tensor that was read (padding of a flat parameter, a neighbour in a shared storage)
-    is read here: a CRC32 is of the entire record.
+    A CRC32 covers the entire record. Bytes of a record that no task has read (padding of a flat parameter, another
+    tensor in a shared storage) are therefore read here.
 
     Returns:
-        Bytes of records that have none.
+        The number of bytes of records without a CRC32.
     Raises:
         CheckpointError: names the damaged records and their tensors.
     """

@@ -1,4 +1,4 @@
-"""The state dict that a conversion writes: which entries of a checkpoint, under which names, and their dtypes."""
+"""The state dict that a conversion writes: the selected entries of a checkpoint, their new names and dtypes."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,12 +27,12 @@ from composer_fsdp2.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionState:
-    """The state to write.
+    """The state dict to write.
 
     Args:
-        state: ``{'state': {...}, 'rng': [...]}`` with a ``Slot`` for each tensor, its ``TensorRecord`` as the source.
-        renamed: Parameters: from the name in the file.
-        dropped: What the source has and the destination will not, as keys (``state.optimizers.Adam`` for all below).
+        state: ``{'state': {...}, 'rng': [...]}`` with a ``Slot`` for each tensor, whose source is the ``TensorRecord``.
+        renamed: The new names of parameters by their names in the source.
+        dropped: Keys of the source that are not converted (``state.optimizers.Adam`` includes all keys below it).
     """
 
     state: dict[str, Any]
@@ -50,17 +50,20 @@ def state_to_write(
     model: nn.Module | None = None,
     prefix: str = "",
 ) -> ConversionState:
-    """Choose and name the entries.
+    """Select and rename the entries.
 
     Args:
-        optimizer: Keep the optimizers' states and hyperparameters.
-        dtype: For the model's floating-point tensors; optimizer states keep theirs, which their precision is for.
-        include: Patterns (as a shell's) for names in the model; the optimizer state of the others is left out, too.
-        named_optimizer: Optimizer states that are keyed by position get their parameters' names.
-        model: Tells parameters from buffers where positions are replaced by names.
-        prefix: Before every name in the model.
+        optimizer: Whether to convert the optimizers' states and hyperparameters.
+        dtype: The dtype of the model's floating-point tensors. Optimizer states keep their dtypes, whose precision they
+            need.
+        include: Shell patterns for names in the model. Other parameters and their optimizer state are not converted.
+        named_optimizer: Replace the positions by which optimizer states are keyed by the parameters' names.
+        model: Distinguishes parameters from buffers if positions are replaced by names.
+        prefix: A prefix for every name in the model.
     Raises:
-        CheckpointError: a pattern matches nothing, names clash, or positions cannot be replaced by names.
+        CheckpointError: a pattern matches no name, names clash, or positions cannot be replaced by names.
+
+    Does not communicate.
     """
     names = _names(inventory, prefix)
     _check_patterns(inventory, names, include)
@@ -84,7 +87,7 @@ def state_to_write(
 
 
 def _names(inventory: CheckpointInventory, prefix: str) -> dict[str, str]:
-    """The name to write for each one in the model: without what wrappers put into it."""
+    """The new name of each entry of the model: without wrappers' prefixes, and with ``prefix``."""
     paths = inventory.entries
     names = {str(path[2]): prefix + canonical(str(path[2])) for path in paths if path[:2] == MODEL and len(path) > 2}
     first: dict[str, str] = {}
@@ -116,7 +119,7 @@ def _model(inventory: CheckpointInventory, kept: Mapping[str, str], dtype: torch
 
 
 def _by_key(inventory: CheckpointInventory, prefix: EntryPath) -> dict[str | int, dict[EntryPath, Any]]:
-    """The entries below a path, by the key that comes next."""
+    """Group the entries below a path by the next key."""
     length = len(prefix)
     found: dict[str | int, dict[EntryPath, Any]] = {}
     for path, record in inventory.entries.items():
@@ -132,7 +135,7 @@ def _with_slots(
     dtype: torch.dtype | None = None,
     shared: dict[Hashable, Slot] | None = None,
 ) -> Any:
-    """A value with slots for its ``TensorRecord``s; with ``shared``, one for those of the same bytes (tied weights)."""
+    """Replace the ``TensorRecord``s in a value by slots. With ``shared``, tied weights share a slot."""
 
     def leaf(part: Any, path: EntryPath) -> Any:
         if not isinstance(part, TensorRecord):
@@ -152,11 +155,11 @@ _Rename = Callable[[str | int], str | int | None]
 
 
 def _renaming(names: Mapping[str, str], kept: Mapping[str, str], positions: Mapping[int, str]) -> _Rename:
-    """A function from a parameter's name or position in an optimizer to the one to write; None where it is left out."""
+    """Make a function from a parameter's name or position in an optimizer to its new name; None if it is dropped."""
 
     def rename(key: str | int) -> str | int | None:
         name = positions.get(key, key) if isinstance(key, int) else key
-        if not isinstance(name, str):  # a pickle's keys may be anything
+        if not isinstance(name, str):  # keys in a pickle may have any type
             return name
         return kept.get(name) if name in names else canonical(name)
 
@@ -164,7 +167,7 @@ def _renaming(names: Mapping[str, str], kept: Mapping[str, str], positions: Mapp
 
 
 def _optimizer(inventory: CheckpointInventory, name: str, rename: _Rename) -> tuple[Any, list[str]]:
-    """The state and hyperparameters of one optimizer, and the keys that are left out."""
+    """The state and hyperparameters of one optimizer, and the keys that are not converted."""
     path = (*OPTIMIZERS, name)
     of_parameters = _by_key(inventory, (*path, "state"))
     names = {key: rename(key) for key in of_parameters}
@@ -188,14 +191,15 @@ Shape = tuple[int, ...]
 def names_of_positions(
     inventory: CheckpointInventory, contents: OptimizerContents, model: nn.Module | None = None
 ) -> Mapping[int, str]:
-    """The name in the file's model for each position.
+    """The name in the file's model for each position in an optimizer.
 
-    The optimizer was built from ``model.parameters()``, whose order is that of the state dict: so the positions are its
-    names in order, without buffers and second names of tied weights. Shapes must leave one way to match them.
+    The optimizer was built from ``model.parameters()``, which has the order of the state dict. The positions are
+    therefore the names in order, without buffers and without second names of tied weights. The shapes must determine
+    the match.
 
     Raises:
-        CheckpointError: several groups, which may have been made in any order, or several ways, or none; names a
-            way out.
+        CheckpointError: several parameter groups, which may have been built in any order, or no match, or several
+            matches; names an alternative.
     """
     where = f"{inventory.path}: the state of {contents.name} is keyed by position"
     groups = inventory.groups(contents.name)
@@ -218,7 +222,7 @@ def names_of_positions(
 
 
 def _candidates(inventory: CheckpointInventory, model: nn.Module | None) -> list[tuple[str, Shape]]:
-    """The model's parameters as far as they are known, in order."""
+    """The names that may be parameters of the model, in order."""
     parameters = None if model is None else {canonical(name) for name, _ in model.named_parameters()}
     candidates: list[tuple[str, Shape]] = []
     known = SameBytes[str]()
@@ -233,7 +237,7 @@ def _candidates(inventory: CheckpointInventory, model: nn.Module | None) -> list
 
 
 def _shape(contents: OptimizerContents, position: int) -> Shape | None:
-    """The parameter's shape, from its moments; None without state, or with step counts alone."""
+    """The parameter's shape, from its moments; None without state, or if the state has only step counts."""
     entries = contents.state.get(position, {})
     shapes = [record.shape for record in entries.values() if isinstance(record, TensorRecord) and record.shape]
     if shapes:
@@ -242,9 +246,12 @@ def _shape(contents: OptimizerContents, position: int) -> Shape | None:
 
 
 def _only_matching(shapes: Sequence[Shape | None], candidates: Sequence[Shape]) -> list[int] | str:
-    """Places of the candidates that fit in order, if one way exists; else a text, that none or several do.
+    """Match shapes to candidates in order.
 
-    Of all ways, one has each shape at its first possible place, and one at its last.
+    The match is unique if matching each shape to its first possible candidate and to its last gives the same result.
+
+    Returns:
+        The indices of the candidates; or a message that there is no match, or more than one.
     """
     first = _earliest(shapes, candidates)
     if first is None:
@@ -256,7 +263,7 @@ def _only_matching(shapes: Sequence[Shape | None], candidates: Sequence[Shape]) 
 
 
 def _earliest(shapes: Sequence[Shape | None], candidates: Sequence[Shape]) -> list[int] | None:
-    """For each shape the first candidate that fits, after that of the shape before; None where one has none."""
+    """For each shape, the first candidate of that shape after the previous one; None if not found."""
     places: list[int] = []
     for place, candidate in enumerate(candidates):
         if len(places) < len(shapes) and shapes[len(places)] in (None, candidate):

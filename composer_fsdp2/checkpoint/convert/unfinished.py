@@ -1,8 +1,9 @@
-"""An unfinished conversion: a folder beside the destination, with a journal of finished tasks, renamed at the end.
+"""The folder of an unfinished conversion, next to the destination, with a journal of completed tasks.
 
-``.{name}.converting`` contains ``files/`` (the future destination), ``plan`` (the plan's fingerprint) and journals: a
-line for each finished task. A process that was killed leaves it; the next call with the same plan resumes there.
-Meanwhile ``.{name}.converting.lock`` beside it is locked: no two conversions write to one destination.
+``.{name}.converting`` contains ``files/`` (the future destination), ``plan`` (the plan's fingerprint) and journals: one
+line per completed task. It is renamed at the end. If the process is killed, the folder remains; the next call with the
+same plan resumes. During a conversion ``.{name}.converting.lock`` is locked, so that no two conversions write to one
+destination.
 """
 
 import errno
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def writing(path: Path, staging: Path | None = None) -> Iterator[None]:
-    """An ``OSError`` in the block as a CheckpointError with the destination and the unfinished work."""
+    """Within the block, convert an ``OSError`` to a CheckpointError with the destination and the unfinished folder."""
     try:
         yield
     except OSError as error:
@@ -39,7 +40,7 @@ def writing(path: Path, staging: Path | None = None) -> Iterator[None]:
         raise CheckpointError(f"{path}: cannot be written: {error.strerror or error}{kept}") from error
 
 
-# In the folder: the plan's fingerprint, and the mark of the process that writes to it now.
+# Files in the folder: the plan's fingerprint, and the mark of the process that currently writes to it.
 _PLAN, _OWNER = "plan", "owner"
 
 
@@ -54,15 +55,15 @@ class Unfinished:
         self._copy: Path | None = None  # the folder with the copy of a packed source
 
     def path(self, file: OutputFile) -> Path:
-        """The path under which a file of the destination is written."""
+        """The path at which a file of the destination is written before the rename."""
         return self.files / (file.name or self.destination.name)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """No other process converts to this destination within the block.
+        """Within the block, prevent other processes from converting to this destination.
 
         Raises:
-            CheckpointError: another one does now; names it.
+            CheckpointError: another process is converting to it; names it.
         """
         lock = self.folder.with_name(f"{self.folder.name}.lock")
         new_folders = [folder for folder in self.destination.parents if not folder.exists()]
@@ -77,14 +78,14 @@ class Unfinished:
                     raise CheckpointError(f"{self.destination}: exists; remove it, or give another destination")
                 yield
             finally:
-                lock.unlink(missing_ok=True)  # while it is locked: a waiting process creates another
+                lock.unlink(missing_ok=True)  # while it is locked: a waiting process then creates a new one
                 for folder in new_folders:
                     with suppress(OSError):  # it is not empty
                         folder.rmdir()
 
     @contextmanager
     def discarded_unless_begun(self) -> Iterator[None]:
-        """What an error in the block leaves is removed, unless it is an earlier run's with finished tasks."""
+        """If the block raises, remove the folder, unless it contains completed tasks of an earlier run."""
         try:
             yield
         except CheckpointError:
@@ -93,7 +94,7 @@ class Unfinished:
             raise
 
     def unpacked(self, located: Located) -> Located:
-        """The source, or of a packed one a copy in the folder, which an earlier run may have made."""
+        """The source; if it is a packed file, a copy in the folder, which an earlier run may have unpacked."""
         if located.layout.unpack is None:
             return located
         packed = located.path.stat()
@@ -110,10 +111,10 @@ class Unfinished:
         return unpack(located, folder)
 
     def begin(self, fingerprint: str, files: Sequence[OutputFile]) -> None:
-        """Make the files at their full sizes, or keep those of an earlier run of the same plan.
+        """Create the files at their full sizes, or keep those of an earlier run of the same plan.
 
         Raises:
-            CheckpointError: no space for the rest of the files.
+            CheckpointError: not enough space for the rest of the files.
         """
         plan, parent = self.folder / _PLAN, self.destination.parent
         with writing(self.destination):
@@ -128,7 +129,7 @@ class Unfinished:
             if needed > free:
                 raise CheckpointError(f"{self.destination}: needs {needed} bytes, {parent} has {free} free")
             self.files.mkdir(parents=True, exist_ok=True)
-            plan.write_text(fingerprint)  # after the folder: without it, the next run begins from nothing
+            plan.write_text(fingerprint)  # after the folder: without the plan, the next run starts again
             (self.folder / _OWNER).write_text(self._owner)
         with writing(self.destination, self.folder):
             for file in files:
@@ -136,7 +137,7 @@ class Unfinished:
                 os.truncate(self.path(file), file.num_bytes)
 
     def done(self, tasks: Sequence[CopyTask]) -> dict[int, Copied]:
-        """What earlier runs finished, as far as they noted; a last line may be cut short."""
+        """The tasks that the journals of earlier runs list as completed. A truncated last line is ignored."""
         found: dict[int, Copied] = {}
         for journal in self.folder.glob("journal-*"):
             for line in journal.read_text(errors="replace").splitlines():
@@ -149,7 +150,7 @@ class Unfinished:
         return found
 
     def journal(self) -> IO[str]:
-        """A file for ``note``, to which each line is written at once."""
+        """Open the journal file for ``note``. Each line is written immediately, without buffering."""
         return open(self.folder / f"journal-{self._owner}", "w", buffering=1)
 
     def note(self, journal: IO[str], task: CopyTask, copied: Copied) -> None:
@@ -161,14 +162,14 @@ class Unfinished:
         journal.write(json.dumps([task.number, copied.crc32, parts]) + "\n")
 
     def publish(self, files: Sequence[OutputFile]) -> None:
-        """Rename to the destination, when everything is written and synced."""
+        """Rename the folder to the destination, after everything is written and synced."""
         if self.destination.exists():
             raise CheckpointError(
                 f"{self.destination}: was created by another process in the meantime; it was not replaced"
             )
         if (self.folder / _OWNER).read_text() != self._owner:  # on a file system without locks
             raise CheckpointError(f"{self.destination}: another process converts to it, too; it was not written")
-        if self._copy is not None:  # before: a kill after the rename leaves only journals
+        if self._copy is not None:  # before the rename: if the process is killed after it, only journals remain
             shutil.rmtree(self._copy, ignore_errors=True)
         os.rename(self.files if files[0].name else self.path(files[0]), self.destination)
         sync_folder(self.destination.parent)
@@ -182,7 +183,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.
 
 
 def _opened_lock(path: Path) -> IO[str]:
-    """The file, locked as long as it is open, which ends with the process at the latest."""
+    """Open and lock the lock file. The lock is released when the file is closed or the process exits."""
     while True:
         file = open(path, "a+")  # noqa: SIM115 - closed by the caller
         try:

@@ -1,4 +1,4 @@
-"""The on-disk layouts, one file each; load, save, convert and verify know only this list: they work on inventories."""
+"""The on-disk layouts, one module each. Load, save, convert and verify use inventories, which all layouts share."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def written_layouts() -> dict[str, LayoutWriter]:
 
 
 def unrecognized(path: Path) -> str:
-    """A description of a path that is no checkpoint."""
+    """Describe a path that is not a checkpoint, for an error message."""
     if path.is_dir():
         return f"no checkpoint of a known layout; the folder holds {listing(path)}"
     if not path.is_file():  # opening a pipe would block

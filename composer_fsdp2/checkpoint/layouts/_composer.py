@@ -1,4 +1,4 @@
-"""Shared by all of Composer's layouts: the state dict's structure, and its ``metadata``."""
+"""Functions for all of Composer's layouts: the structure of the state dict, and its ``metadata``."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ def file_sizes(*paths: Path) -> tuple[tuple[Path, int], ...]:
 
 
 def with_records(value: Any, archive: Archive, path: EntryPath = ()) -> Any:
-    """A value as it was pickled, with a ``TensorRecord`` for each tensor; containers are new."""
+    """Copy an unpickled value, with a ``TensorRecord`` in place of each tensor."""
 
     def record(part: Any, where: EntryPath) -> Any:
         return of_stored_tensor(part, archive, dotted(where)) if isinstance(part, StoredTensor) else part
@@ -42,7 +42,7 @@ def with_records(value: Any, archive: Archive, path: EntryPath = ()) -> Any:
 
 
 def split_state(root: Any, where: str) -> tuple[dict[EntryPath, TensorRecord], dict[EntryPath, ObjectRecord]]:
-    """The tensors and the other entries of ``{'state': {...}, 'rng': [...]}``, read from one pickle."""
+    """Split ``{'state': {...}, 'rng': [...]}``, read from one pickle, into tensors and other entries."""
     tensors: dict[EntryPath, TensorRecord] = {}
     objects: dict[EntryPath, ObjectRecord] = {}
 
@@ -92,7 +92,7 @@ def missing_parts(
 
 
 def writer_of(metadata: Any, sharding: str | None, *, torch_version: str | None = None) -> Writer:
-    """Who wrote the checkpoint, from ``state.metadata``, which Composer writes since 0.16."""
+    """The writer of the checkpoint, from ``state.metadata``, which Composer writes since 0.16."""
     composer, torch, world_size = (
         value_at(metadata, path)
         for path in (("composer_env_info", "composer_version"), ("torch_version",), ("world_size",))
@@ -106,7 +106,7 @@ def writer_of(metadata: Any, sharding: str | None, *, torch_version: str | None 
 
 
 def nested_tensors(objects: Mapping[EntryPath, ObjectRecord]) -> list[tuple[EntryPath, TensorRecord]]:
-    """Tensors inside of entries that were read already (random states, callbacks, metrics)."""
+    """Find the tensors inside of entries that were already read (RNG states, callbacks, metrics)."""
     return [(path + below, record) for path, entry in objects.items() for below, record in walk_tensors(entry.value())]
 
 
@@ -138,7 +138,7 @@ def inventory_of(root: Any, path: Path, layout: str) -> CheckpointInventory:
 
 
 def _writer(inventory: CheckpointInventory) -> Writer:
-    """The optimizer shows whether it was sharded: keyed by position without FSDP alone, by FQN with both."""
+    """Infer the writer from the optimizer's keys: positions if it was not sharded, FQNs for FSDP (gathered) or DDP."""
     writer = writer_of(inventory.tree(("state", "metadata")), None)
     keyed_by = {optimizer.keyed_by for optimizer in inventory.optimizers if optimizer.state}
     if "id" in keyed_by or (keyed_by and writer.world_size == 1):
@@ -147,7 +147,7 @@ def _writer(inventory: CheckpointInventory) -> Writer:
 
 
 def _bare(root: Mapping[Any, Any], path: Path) -> tuple[Mapping[Any, Any], tuple[str, ...]]:
-    """A state dict that was saved alone: of a model (names and tensors), or of an optimizer."""
+    """Recognize a state dict that was saved alone: that of a model (names and tensors), or of an optimizer."""
     if root and all(
         isinstance(key, str) and isinstance(value, TensorRecord | InertObject) for key, value in root.items()
     ):

@@ -1,4 +1,4 @@
-"""What a layout is: one form that a checkpoint has on disk, and how it is read and written."""
+"""The interface of a layout: one format of a checkpoint on disk, and how it is read and written."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _MAX_FILE_BYTES = 5 * 10**9
 
 @dataclass(frozen=True, slots=True)
 class TensorWrite:
-    """A box of a tensor, row-major, at a place in a file."""
+    """A box of a tensor, written row-major at an offset of a file."""
 
     slot: Slot
     box: Box
@@ -41,12 +41,12 @@ class TensorWrite:
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """One file of a checkpoint to be.
+    """One file of a checkpoint to write.
 
     Args:
-        name: Within the destination; '' where the destination is one file.
-        writes: The tensors in it, in the order of their places.
-        rest: From the CRC32s of ``writes``: all other bytes, as runs with their offsets.
+        name: The path in the destination; '' if the destination is one file.
+        writes: The tensors in it, ordered by offset.
+        rest: Called with the CRC32s of ``writes``. Returns all other bytes, as ranges with their offsets.
     """
 
     name: str
@@ -69,9 +69,9 @@ class WriteRequest:
     Args:
         inventory: The source.
         state: ``{'state': {...}, 'rng': [...]}`` with a ``Slot`` for each tensor.
-        dtype: What the weights are cast to; None if they are not.
-        num_files: Over which tensors are split; None lets the layout choose.
-        renamed: Parameters: from the name in the source.
+        dtype: The dtype to which the weights are cast; None if they are not cast.
+        num_files: The number of files over which tensors are split; None lets the layout choose.
+        renamed: The new names of parameters by their names in the source.
     """
 
     inventory: CheckpointInventory
@@ -92,9 +92,9 @@ class Output:
     """The result of ``lay_out``.
 
     Args:
-        renamed: As in the request, after the layout's own renaming.
-        dropped: Keys of the state that have no place in the layout.
-        remarks: What else the user should know.
+        renamed: As in the request, plus the layout's own changes.
+        dropped: Keys of the state that the layout cannot store.
+        remarks: Messages for the user.
     """
 
     files: tuple[OutputFile, ...]
@@ -104,7 +104,7 @@ class Output:
 
 
 def num_files_for(num_bytes: int) -> int:
-    """The number of files that keeps each within Hugging Face's limit."""
+    """The number of files for which each is below Hugging Face's size limit."""
     return max(1, -(-num_bytes // _MAX_FILE_BYTES))
 
 
@@ -114,10 +114,11 @@ class LayoutWriter:
 
     Args:
         name: The value of ``to``.
-        lay_out: Every byte's place; reads no tensor, and writes nothing. Raises CheckpointError.
-        max_files: More than so many ``files`` are refused; None where tensors are split over any number.
-        holds_only, name_prefix: As in the ``CheckpointInventory`` of the output.
-        by_name: Optimizer state is stored by parameters' names, never by position.
+        lay_out: Computes the offset of every byte; reads no tensor, and writes nothing. Raises CheckpointError.
+        max_files: The largest supported ``files``; None if tensors can be split over any number.
+        holds_only: As in the ``CheckpointInventory`` of the output.
+        name_prefix: As in the ``CheckpointInventory`` of the output.
+        by_name: Whether optimizer state must be keyed by parameters' names, not by position.
     """
 
     name: str
@@ -137,20 +138,22 @@ def _refuse_packed(path: Path, trust: bool) -> NoReturn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """One form that a checkpoint has on disk.
+    """One format of a checkpoint on disk.
 
     Args:
-        name: The text that ``inspect`` shows.
-        recognize: By names and first bytes; never raises for other files.
-        read: From a recognized path, and whether its pickles are trusted. Raises CheckpointError.
-        incomplete: Of a recognized path: why its save was cut short, at a glance; None if it was not.
-        unpack: Writes the checkpoint that is in a file into a folder, and returns its path; None if it is not packed.
-        holds_entries: Whether a file of a folder contains archives, one after another, listed in its metadata.
-        files_beside: Of a recognized file: the files that belong to the same checkpoint, there or not.
-        has_names: Whether a folder with files of these names, relative to it, is a checkpoint of this layout.
-        metadata: The file of a folder that describes the others, which are then fetched when they are opened, and
-            ``read`` for such a folder; None where no file does.
-        written: How it is written; None where nothing writes it any more.
+        name: The text that ``inspect`` prints.
+        recognize: Whether a path has this layout, from names and first bytes. Never raises for other files.
+        read: Reads a recognized path; the second argument is whether its pickles are trusted. Raises CheckpointError.
+        incomplete: Returns the reason why a recognized checkpoint is incomplete, from a quick check; None if it is
+            complete.
+        unpack: Writes the checkpoint in a packed file to a folder, and returns its path. None if the layout is not
+            packed.
+        holds_entries: Whether a file of a folder is a concatenation of archives that the metadata lists.
+        files_beside: For a recognized file, all files of the same checkpoint, including missing ones.
+        has_names: Whether a folder with files of these relative names has this layout.
+        metadata: The file of a folder that describes the others, which are then downloaded at first access, and
+            ``read`` for such a folder. None if there is no such file.
+        written: How the layout is written; None if this package does not write it.
     """
 
     name: str

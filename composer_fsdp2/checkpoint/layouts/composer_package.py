@@ -1,8 +1,8 @@
-"""The folder of Composer's newer ``composer.checkpoint`` package (0.23.5 on): each part of the state apart.
+"""The folder of Composer's newer ``composer.checkpoint`` package (0.23.5 and later), with the state in several files.
 
-``model/`` and ``optim/`` have one ``.pt`` or a DCP directory, ``resumption.pkl`` the small rest, and
-``composer_metadata.json`` the writer's versions. Its state dicts are not nested under ``state``; here they are, as in a
-monolithic file. The optimizer's class is not stored: it is called ''.
+``model/`` and ``optim/`` contain one ``.pt`` or a DCP folder, ``resumption.pkl`` the other entries, and
+``composer_metadata.json`` the writer's versions. Its state dicts are not nested under ``state``; the inventory nests
+them as in a monolithic file. The optimizer's class is not stored, so its name is ''.
 """
 
 import zlib
@@ -38,7 +38,7 @@ _NAME = "composer.checkpoint folder"
 _RESUMPTION = "resumption.pkl"
 _WRITTEN_LAST = "composer_metadata.json"
 
-# Folder and file of each part, and where it belongs.
+# The folder and file of each part, and its path in the state dict.
 _PARTS: dict[tuple[str, str], EntryPath] = {
     ("model", "model.pt"): MODEL,
     ("optim", "optim.pt"): (*OPTIMIZERS, ""),
@@ -90,7 +90,7 @@ def _read(path: Path, trust: bool) -> CheckpointInventory:
 
 
 def _read_part(folder: Path, name: str, prefix: EntryPath, *, trust: bool) -> CheckpointInventory | None:
-    """The model or the optimizer; None where it was not saved."""
+    """Read the model or the optimizer; None if it was not saved."""
     if not (folder / name).is_file():
         return dcp.read(Folder(folder), trust, prefix=prefix) if folder.is_dir() else None
     archive = Archive.open(folder / name)
@@ -112,7 +112,7 @@ def _metadata(path: Path) -> dict[str, Any]:
 
 
 def _resumption(path: Path, *, trust: bool) -> dict[EntryPath, ObjectRecord]:
-    """``resumption.pkl``: a plain pickle, with the random states' tensors in it."""
+    """Read ``resumption.pkl``: a plain pickle, which contains the tensors of the RNG states."""
     if not path.is_file():
         return {}
     data = read_at(path, 0, path.stat().st_size)

@@ -1,9 +1,9 @@
-"""A folder that torch.distributed.checkpoint wrote: ``.metadata`` and ``__{rank}_{n}.distcp`` files.
+"""The folder that torch.distributed.checkpoint writes: ``.metadata`` and ``__{rank}_{n}.distcp`` files.
 
 Composer's ``state_dict_type: sharded`` since 0.16 on torch 2, and ``local`` from 0.16 to 0.18. ShardedTensor, DTensor
-and FSDP2 leave the same files: boxes of plain tensors. What differs is how far the state dict was flattened, which
-``planner_data`` shows for every key: torch <= 2.2 had ``optimizers`` at the root; until 2.3 ``param_groups`` and the
-like were one entry each; from 2.4 on every leaf of every dict is an entry.
+and FSDP2 write the same files: boxes of plain tensors. Versions differ in how far the state dict was flattened, which
+``planner_data`` shows for every key: torch <= 2.2 had ``optimizers`` at the root; until 2.3 ``param_groups`` and
+similar values were one entry each; since 2.4 every leaf of every dict is an entry.
 """
 
 import functools
@@ -51,7 +51,7 @@ from composer_fsdp2.errors import CheckpointError
 
 _NAME = "DCP directory"
 METADATA = ".metadata"
-# Our own entry: the paths of empty dicts, which torch's flattening forgets.
+# Our own entry: the paths of empty dicts, which torch's flattening drops.
 _EMPTY_DICTS: EntryPath = ("composer_fsdp2", "empty_dicts")
 
 _OLD = "torch.distributed._shard.sharded_tensor.metadata"
@@ -88,7 +88,7 @@ def _recognize(path: Path) -> bool:
 
 
 def holds_entries(file: Path) -> bool:
-    """Whether a file of such a folder contains entries, from its suffix."""
+    """Whether a file of a DCP folder contains entries, from its suffix."""
     return file.suffix == ".distcp"
 
 
@@ -98,7 +98,11 @@ def _incomplete(path: Path) -> str | None:
 
 
 def read(folder: Folder, trust: bool, *, prefix: EntryPath = ()) -> CheckpointInventory:
-    """A folder with Composer's full state dict; with a prefix, one with the part that belongs there."""
+    """Read the metadata of a DCP folder. Does not communicate.
+
+    Args:
+        prefix: The path in Composer's state dict of the folder's entries; () if it contains the full state dict.
+    """
     path = folder.path
     if not (path / METADATA).is_file():
         raise CheckpointError(
@@ -109,9 +113,9 @@ def read(folder: Folder, trust: bool, *, prefix: EntryPath = ()) -> CheckpointIn
     metadata = read_pickle(
         data,
         where=str(path / METADATA),
-        trust=False,  # nothing but torch's own classes has any business there
+        trust=False,  # only torch's own classes are expected
         inert=_METADATA_NAMES,
-        # Of a remote one nothing else is here yet: 300 bytes of objects for each byte that describes them.
+        # The files of a remote folder are not local yet: allow 300 bytes of objects for each byte of metadata.
         disk_bytes=2400 * len(data) if folder.fetch else sum(file.stat().st_size for file in path.iterdir()),
     )
     with damage_in(path / METADATA, "what torch.distributed.checkpoint writes"):
@@ -133,9 +137,9 @@ class _Directory:
         self.prefix, self.is_model = prefix or model_prefix, bool(model_prefix)
         self.storage_meta = metadata.field("storage_meta")
         self.problems: list[str] = []
-        self.beyond: dict[str, list[str]] = {}  # by file, the names of entries that do not lie in it
-        self.lost: set[str] = set()  # names with an entry that cannot be used, which is a problem already
-        self.file_sizes: dict[str, int | None] = {}  # by the path in the metadata; None for one that cannot be used
+        self.beyond: dict[str, list[str]] = {}  # by file, the names of entries that exceed its size
+        self.lost: set[str] = set()  # names with an invalid entry, for which a problem is already recorded
+        self.file_sizes: dict[str, int | None] = {}  # by the path in the metadata; None for an invalid path
         self.entries: dict[str, dict[tuple[int, ...] | None, NestedArchive]] = {}
         for index, info in metadata.field("storage_data").items():
             name, offset = index.field("fqn"), index.field("offset")
@@ -149,7 +153,7 @@ class _Directory:
                 self.problems.append(f"{self.where}: lists two locations for {name} at {box}")
 
     def prefix_of_model(self) -> EntryPath:
-        """Where the entries of a model's state dict belong that was saved without Composer; () if this is none."""
+        """The path of a bare model state dict in Composer's; () if the folder is not one."""
         if not self.paths:
             return ()
         if {path[:1] for path in self.paths.values()} == {("model",)}:  # accelerate's pytorch_model_fsdp_0
@@ -158,7 +162,7 @@ class _Directory:
         return MODEL if is_flat and self.tensors.keys() == self.declared.keys() else ()
 
     def entry(self, name: str, relative_path: Any, offset: Any, num_bytes: Any) -> NestedArchive | None:
-        """The location of an entry; None (and a problem) where that cannot be."""
+        """The location of an entry. If the metadata is invalid, None, and a problem is recorded."""
         if relative_path not in self.file_sizes:
             self.file_sizes[relative_path] = self.file_size(relative_path)
         size = self.file_sizes[relative_path]
@@ -170,14 +174,14 @@ class _Directory:
         return NestedArchive(self.folder, relative_path, offset, num_bytes)
 
     def file_size(self, relative_path: Any) -> int | None:
-        """The size of a file that the metadata lists; it must be in the folder."""
+        """The size of a file that the metadata lists. If it is not in the folder, None, and a problem is recorded."""
         try:
             file = inside(self.path, relative_path, named_by=self.where)
         except CheckpointError as error:
             self.problems.append(str(error))
             return None
         if self.folder.fetch is not None:
-            return sys.maxsize  # it is checked once it is there
+            return sys.maxsize  # checked after the download
         if file.is_file():
             return file.stat().st_size
         self.problems.append(f"{file}: missing; {METADATA} names it")
@@ -188,7 +192,7 @@ class _Directory:
         self.check_overlaps()
         for name in self.entries.keys() - self.declared.keys():
             self.problems.append(f"{self.where}: gives a location for {name} but no description")
-        for file, names in self.beyond.items():  # one line: of a truncated file these are hundreds
+        for file, names in self.beyond.items():  # one line, because a truncated file has hundreds
             self.problems.append(
                 f"{self.path / file}: has {self.file_sizes[file]} bytes (truncated, or another run's), and should hold "
                 f"{and_more(names, 3)}"
@@ -202,7 +206,7 @@ class _Directory:
                 f"{self.path}: written by torch.distributed.checkpoint, but not by Composer, whose entries lie under "
                 f"'state'; its top-level keys are {and_more(sorted(map(str, roots)), 8)}"
             )
-        # What has come already of a remote checkpoint differs between machines, and their ranks compare inventories.
+        # Machines may have downloaded different files of a remote checkpoint, but their ranks compare inventories.
         present = [self.where] if self.folder.fetch else sorted(self.path.iterdir())
         files = tuple((file, file.stat().st_size) for file in present if file.is_file())
         unnamed = [file.name for file, _ in files if holds_entries(file) and file.name not in self.file_sizes]
@@ -224,7 +228,7 @@ class _Directory:
         )
 
     def records(self) -> tuple[dict[EntryPath, TensorRecord], dict[EntryPath, ObjectRecord]]:
-        """Everything that the metadata declares; what has no place is a problem."""
+        """The records of all entries in the metadata. Records a problem for each entry without a valid location."""
         tensors: dict[EntryPath, TensorRecord] = {}
         objects: dict[EntryPath, ObjectRecord] = {}
         for name, declared in self.declared.items():
@@ -240,7 +244,7 @@ class _Directory:
         return tensors, objects
 
     def check_overlaps(self) -> None:
-        """No two entries share a byte: one of them would be read as the other."""
+        """Record a problem if two entries share a byte, because one of them would be read as the other."""
         placed = sorted(
             (entry.name, entry.offset, entry.num_bytes, name)
             for name, boxes in self.entries.items()
@@ -252,8 +256,8 @@ class _Directory:
                 self.problems.append(text)
 
     def composer_path(self, name: str) -> EntryPath:
-        """The entry's path in Composer's state dict, with the optimizers where they are since torch 2.3."""
-        # A name does not show which of its parts are numbers, so it is not a path if the others have one.
+        """The entry's path in Composer's state dict, with ``optimizers`` at its path since torch 2.3."""
+        # A name does not show which of its parts are numbers. It is not parsed as a path if other entries have one.
         path: EntryPath = tuple(self.paths.get(name, ()) if self.paths else name.split("."))
         if not _is_path(path) or dotted(path) != name:
             raise CheckpointError(f"{self.where}: the path of {name} is that of another entry, or missing")
@@ -262,7 +266,7 @@ class _Directory:
         return ("state", *path) if path[0] == "optimizers" else path
 
     def tensor(self, name: str, declared: InertObject) -> TensorRecord | None:
-        """A tensor's record from the metadata; None (and a problem) if that cannot be."""
+        """The record of a tensor. If the metadata is invalid, None, and a problem is recorded."""
         properties = declared.field("properties")  # pickled as (dtype, layout, requires_grad, memory format, ...)
         dtype = properties.state[0] if isinstance(properties.state, tuple) else properties.field("dtype")
         if not isinstance(dtype, torch.dtype):
@@ -273,7 +277,7 @@ class _Directory:
             offsets, sizes = _sizes(box.field("offsets")), _sizes(box.field("sizes"))
             entry = entries.get(offsets) or (entries.get(None) if not any(offsets) else None)
             if 0 in sizes and (entry is None or shape != sizes):
-                continue  # DTensor notes the empty part of a rank beyond the last row
+                continue  # DTensor records the empty shard of a rank beyond the last row
             if entry is None:
                 missing.append(str(offsets))
                 continue
@@ -294,7 +298,7 @@ class _Directory:
         return record
 
     def name_empty_dicts(self, objects: dict[EntryPath, ObjectRecord]) -> None:
-        """The empty dicts that our own entry lists, in its place."""
+        """Replace the entry that lists empty dicts by these empty dicts."""
         if (listed := objects.pop(_EMPTY_DICTS, None)) is not None:
             paths = listed.value()
             if not isinstance(paths, list) or not all(isinstance(path, tuple) and _is_path(path) for path in paths):
@@ -303,7 +307,7 @@ class _Directory:
             objects |= {path: ObjectRecord(dotted(path), dict, source=listed.source) for path in paths}
 
     def torch_version(self) -> str:
-        """The writer's torch version as the metadata's classes show it, if ``state.metadata`` has none."""
+        """Infer the writer's torch version from the metadata's classes, if ``state.metadata`` has none."""
         if any(declared.field("properties").kind.module == _OLD for declared in self.tensors.values()):
             return "2.0 to 2.2"
         is_flattened = any(path[-2:-1] == ("param_groups",) for path in self.paths.values())
@@ -313,7 +317,7 @@ class _Directory:
         if inventory.flat:
             return "FSDP1, flat parameters"
         widest = max((len(record.chunks) for record in inventory.tensors.values()), default=1)
-        # ShardedTensor leaves no trace of empty parts; a DTensor does, but only a small tensor has any.
+        # ShardedTensor does not record empty shards. A DTensor does, but only small tensors have any.
         split = (declared for declared in self.tensors.values() if 0 not in declared.field("size"))
         has_empty = any(0 in box.field("sizes") for declared in split for box in declared.field("chunks"))
         return f"{'DTensor' if has_empty else 'ShardedTensor or DTensor'}, split into {widest}"
@@ -325,7 +329,7 @@ def _unpickled(entry: NestedArchive, trust: bool) -> Any:
 
 
 def _is_path(path: EntryPath) -> bool:
-    """Whether it can be an entry's; what reads a tree recurses."""
+    """Whether this is a valid path of an entry. Its length is limited, because trees are read by recursion."""
     return 0 < len(path) <= 100 and all(isinstance(part, str | int) for part in path)
 
 
@@ -343,7 +347,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """One archive in a file: an object, or a box of a tensor (at ``offsets``)."""
+    """One archive in a file: an object, or the box of a tensor at ``offsets``."""
 
     key: str
     value: Any
@@ -353,11 +357,11 @@ class _Item:
 
 
 def _lay_out(request: WriteRequest) -> Output:
-    """The folder that ranks, as many as files, would write.
+    """Compute the folder that ``num_files`` ranks would write.
 
     Every leaf of every dict is an entry, and each entry a separate ``torch.save`` archive, as Composer writes them on
     torch 2.4 and later. Tensors of the model and of optimizer states are split by rows over the files, as
-    ``torch.chunk`` splits them over ranks; all else is in the first.
+    ``torch.chunk`` splits them over ranks; all other entries are in the first file.
 
     Raises:
         CheckpointError: two entries would get the same key.
@@ -387,10 +391,10 @@ def _lay_out(request: WriteRequest) -> Output:
 
 
 def flattened(state: Mapping[str, Any]) -> dict[str, tuple[EntryPath, Any]]:
-    """Leaves by key, with their paths: what torch's ``flatten_state_dict`` makes of a state dict since 2.4.
+    """Flatten a state dict as torch's ``flatten_state_dict`` since 2.4: leaves by key, with their paths.
 
-    It forgets empty dicts; one further entry lists them, under a key that no state dict has: under their own, torch
-    would take the folder for one of 2.3 (``DefaultLoadPlanner.create_local_plan``).
+    torch drops empty dicts. An additional entry lists them, under a key that no state dict has. Under their own keys,
+    torch would treat the folder as one of 2.3 (``DefaultLoadPlanner.create_local_plan``).
     """
     entries: dict[str, tuple[EntryPath, Any]] = {}
     empty: list[EntryPath] = []
@@ -408,14 +412,14 @@ def flattened(state: Mapping[str, Any]) -> dict[str, tuple[EntryPath, Any]]:
 
 
 def _parts(value: Any) -> Parts:
-    """Where torch would look into a value; an empty dict is a leaf here."""
+    """The children of a value that torch would flatten. An empty dict is a leaf here."""
     if isinstance(value, Mapping) and value:
         return ((str(key), part) for key, part in value.items())
     return enumerate(value) if isinstance(value, list) and _is_nested(value) else None
 
 
 def _is_nested(values: list[Any]) -> bool:
-    """Whether torch would look into a list: some part of it is a tensor or a dict."""
+    """Whether torch would flatten a list: some element, at any depth, is a tensor or a dict."""
     return any(isinstance(part, Slot | Mapping) or (isinstance(part, list) and _is_nested(part)) for part in values)
 
 
@@ -464,7 +468,7 @@ def _pickled_metadata(
     paths: Mapping[str, EntryPath],
 ) -> bytes:
     """The pickled ``.metadata``."""
-    # Here, not above: who reads needs none of torch.distributed.
+    # Imported here, because reading does not need torch.distributed.
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
         ChunkStorageMetadata,

@@ -1,4 +1,4 @@
-"""One ``.pt`` with everything: Composer's ``state_dict_type: full``, and all of DDP's and one device's checkpoints."""
+"""One ``.pt`` with all entries: Composer's ``state_dict_type: full``, and checkpoints of DDP and of a single device."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A monolithic checkpoint in a tar file or a compressed one, ``.pt.gz``, ``.tar.zst``: unpacked before it is read."""
+"""A monolithic checkpoint in a tar or compressed file (``.pt.gz``, ``.tar.zst``). It is unpacked before it is read."""
 
 import bz2
 import contextlib
@@ -31,7 +31,7 @@ _MAX_RATIO = 200
 _OBJECTS_PER_MEMBER = 100
 _ENDINGS = re.compile(r"(\.pt)?(\.(tar|tgz|gz|bz2|xz|lzma|zst|lz4|lzo))+$")
 
-# By the first bytes: how to decompress it, in Python, or by the command that Composer uses too.
+# How to decompress a file, by its first bytes: in Python, or by the command that Composer uses.
 _OPENERS: dict[bytes, Callable[[IO[bytes]], Any] | str] = {
     b"\x1f\x8b": gzip.open,
     b"BZh": bz2.open,
@@ -44,17 +44,18 @@ _OPENERS: dict[bytes, Callable[[IO[bytes]], Any] | str] = {
 
 
 def _recognize(path: Path) -> bool:
-    """By its first bytes; the name does not matter."""
+    """Recognize a packed file by its first bytes, regardless of its name."""
     return path.is_file() and (_is_tar(head := _head(path)) or _opener(head) is not None)
 
 
 def unpacked(path: Path, folder: Path) -> Path:
-    """Write the ``.pt`` that is in a tar or compressed file into a folder, and return its path.
+    """Unpack the ``.pt`` in a tar or compressed file into a folder, and return its path.
 
-    Its name is the file's own, without the endings of the compression. It appears once it is complete.
+    The name is that of the file, without the suffixes of the compression. The file appears when it is complete.
 
     Raises:
-        CheckpointError: damaged, no such checkpoint, or no space in ``folder``, which is then unchanged.
+        CheckpointError: the file is damaged, contains no such checkpoint, or ``folder`` has not enough space.
+            ``folder`` is then unchanged.
     """
     target = folder / (_ENDINGS.sub("", path.name).removesuffix(".pt") + ".pt")
     if target.exists() and target.samefile(path):
@@ -74,7 +75,7 @@ def unpacked(path: Path, folder: Path) -> Path:
         try:
             with replacing(target) as partial, open(partial, "wb") as out:
                 shutil.copyfileobj(source, out, _SLICE_BYTES)
-                for _ in states:  # to the end: what else is there?
+                for _ in states:  # read to the end: a second one is an error
                     raise CheckpointError(f"{path}: holds {STATES} twice")
                 sync(out)
         except OSError as error:
@@ -105,10 +106,10 @@ def _opened_tar(file: Any, path: Path) -> Iterator[tarfile.TarFile]:
 
 
 class _Member(tarfile.TarInfo):
-    """A member as Composer writes one; headers that hang Python's reader, or fill the memory, are refused.
+    """A tar member as Composer writes it. Raises for headers that make Python's reader hang, or take too much memory.
 
-    That is a size below zero (CVE-2025-8194), or of more bytes than the file has (a stream is read for them block by
-    block, also behind its end), a name or extended header as long as its writer likes, and sparse files.
+    These are a negative size (CVE-2025-8194), a size beyond the end of the file (a stream is read for it block by
+    block), names and extended headers of unlimited length, and sparse files.
     """
 
     max_bytes: float
@@ -134,7 +135,11 @@ _LONG_NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 
 
 def _states_in(tar: tarfile.TarFile, path: Path) -> Iterator[tuple[tarfile.TarInfo, IO[bytes]]]:
-    """The member with Composer's states; reads the whole tar file, and describes it in the error if that is missing."""
+    """Yield the member with Composer's states, then read the rest of the tar file.
+
+    Raises:
+        CheckpointError: there is no such member; lists the members.
+    """
     names, num_found = [], 0
     for member in tar:
         name = posixpath.normpath(member.name)
@@ -161,10 +166,10 @@ def _states_in(tar: tarfile.TarFile, path: Path) -> Iterator[tuple[tarfile.TarIn
 
 
 class _Decompressed(io.RawIOBase):
-    """A decompressor's output; damage raises CheckpointError.
+    """The output of a decompressor as a file. Raises CheckpointError for damaged input.
 
     Args:
-        max_bytes: After so many the file is refused.
+        max_bytes: Raise if the output is longer.
     """
 
     def __init__(self, file: Any, path: Path, max_bytes: float) -> None:
@@ -199,7 +204,7 @@ def _opener(head: bytes) -> Callable[[IO[bytes]], Any] | str | None:
 
 
 def _max_bytes(path: Path) -> float:
-    """How much may be in the file; see [Note: budgets]."""
+    """The maximum size of the unpacked checkpoint; see [Note: budgets]."""
     num_bytes = path.stat().st_size
     return num_bytes if _opener(_head(path)) is None else Budget.of(path, more_bytes=_MAX_RATIO * num_bytes).num_bytes
 
@@ -216,7 +221,7 @@ def _content(path: Path) -> Iterator[io.BufferedReader]:
 
 
 class _Command:
-    """The output of ``zstd -dc`` and the like; its failure is seen at the end of the output."""
+    """The output of ``zstd -dc`` or a similar command as a file. Raises at the end if the command failed."""
 
     def __init__(self, command: str, file: IO[bytes], path: Path) -> None:
         if shutil.which(command) is None:
@@ -224,14 +229,14 @@ class _Command:
                 f"{path}: needs the command {command} to decompress, which is not in the PATH; install it, or "
                 f"decompress the file elsewhere"
             )
-        # By stdin: a file name may look like an option.
+        # Passed by stdin, because a file name may look like an option.
         self._process = subprocess.Popen([command, "-dc"], stdin=file, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def __enter__(self) -> "_Command":
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._process.kill()  # where the reader went away early
+        self._process.kill()  # if the reader closed the pipe early
         self._process.communicate()
 
     def read(self, size: int = -1) -> bytes:

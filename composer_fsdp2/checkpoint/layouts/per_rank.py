@@ -1,8 +1,8 @@
-"""One ``.pt`` for each rank, of pickled ShardedTensors: ``sharded`` and ``local`` of Composer 0.13 to 0.15.
+"""One ``.pt`` per rank, of pickled ShardedTensors: ``sharded`` and ``local`` of Composer 0.13 to 0.15.
 
-And until 0.18 on torch 1.13. torch itself opens such a file only in a process group of the same size. Here all files
-are read in one process: each names its shards and where they belong. Values that are no ShardedTensors (step counts,
-buffers) are on every rank, and the first rank's are taken, as in FSDP1's gathered files.
+Also of Composer up to 0.18 on torch 1.13. torch itself can read such a file only in a process group of the same size.
+Here all files are read in one process: each contains the offsets of its shards. Values that are not ShardedTensors
+(step counts, buffers) are in every rank's file; the first rank's are used, as in FSDP1's gathered files.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ _OLD_FLAT = "flat_param"  # torch 1.13's name
 
 @dataclass(frozen=True, slots=True)
 class _Shards:
-    """One rank's part of a ShardedTensor; no chunks where the tensor has fewer rows than there were ranks."""
+    """One rank's shards of a ShardedTensor. No chunks if the tensor has fewer rows than there were ranks."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -77,7 +77,7 @@ class _Shards:
 
 @dataclass(frozen=True, slots=True)
 class _RankFile:
-    """One rank's file: the pickled value, and every ShardedTensor in it by its path."""
+    """One rank's file: the unpickled value, and every ShardedTensor in it by its path."""
 
     path: Path
     root: Mapping[Any, Any]
@@ -93,7 +93,7 @@ def _recognize(path: Path) -> bool:
 
 
 def _files_beside(path: Path) -> list[Path]:
-    """The files of all ranks, there or not, from one that is there."""
+    """The paths of all ranks' files, including missing ones, from the path of one of them."""
     return _all_files(_read_file(path, trust=False))
 
 
@@ -123,7 +123,7 @@ def _read(path: Path, trust: bool) -> CheckpointInventory:
     if is_flat:
         _refuse_original_parameters(files)
         _join_optimizer_state(tensors, files)
-    # Composer gathers all ranks' random states into each file; where it did not, each file's own make the list.
+    # Composer gathers all ranks' RNG states into each file. Otherwise the list is made of each file's own states.
     each = [file.root.get("rng") for file in files]
     if len(files) > 1 and all(isinstance(states, list) and len(states) == 1 for states in each):
         objects["rng",] = ObjectRecord.of_value("rng", [states[0] for states in each if states])
@@ -173,7 +173,11 @@ def _is_sharded(value: Any) -> bool:
 
 
 def _shards(value: InertObject, archive: Archive, name: str) -> _Shards:
-    """A ShardedTensor, from its state: (local shards, metadata, process group, sharding spec, remote references)."""
+    """Read a ShardedTensor.
+
+    Args:
+        value: Its pickled state: (local shards, metadata, process group, sharding spec, remote references).
+    """
     local, metadata, group, *_ = value.state
     shape = tuple(metadata.field("size"))
     dtype = metadata.field("tensor_properties").state[0]
@@ -194,7 +198,7 @@ def _shards(value: InertObject, archive: Archive, name: str) -> _Shards:
 
 
 def _all_files(one: _RankFile) -> list[Path]:
-    """The files of all ranks, from one of them."""
+    """The paths of all ranks' files, from one of them. Raises CheckpointError if its name has no rank."""
     found = _RANK.fullmatch(one.path.name)
     if found is None:
         raise CheckpointError(
@@ -210,7 +214,7 @@ def _all_files(one: _RankFile) -> list[Path]:
 
 
 def _check_same_save(files: list[_RankFile]) -> None:
-    """Each file is its own rank's, of the same run and step."""
+    """Check that each file is that of its own rank, and that all are of the same run and step."""
     expected = files[0]
     for rank, file in enumerate(files):
         for entry, part in file.shards.items():
@@ -235,7 +239,7 @@ def _step(file: _RankFile) -> dict[str, Any]:
 
 
 def _merged(entry: EntryPath, files: list[_RankFile]) -> TensorRecord:
-    """The full tensor; replicas (HSDP) have the same shards, and the first is taken."""
+    """Combine the shards of all files into one tensor. Replicas (HSDP) have the same shards; the first is used."""
     parts = [file.shards[entry] for file in files]
     for file, part in zip(files, parts, strict=True):
         if (part.shape, part.dtype) != (parts[0].shape, parts[0].dtype):
@@ -266,9 +270,9 @@ def _is_flat(entry: EntryPath) -> bool:
 
 
 def _use_torch_2s_names(state: Any, path: Path) -> None:
-    """Flat parameters by torch 2's name, and their optimizer state by that name instead of the position.
+    """Rename flat parameters as in torch 2, and key their optimizer state by these names instead of positions.
 
-    Flat parameters are in the model's order, which is that of parameters() and so of the positions.
+    Flat parameters are in the order of ``parameters()``, and so are the positions.
     """
 
     def named(name: str, part: Any) -> str:
@@ -296,7 +300,10 @@ def _blob(chunk: Chunk) -> Any:
 
 
 def _refuse_original_parameters(files: list[_RankFile]) -> None:
-    """Raise for ``use_orig_params=True``: a local file then names pieces of parameters, without their places."""
+    """Raise if the checkpoint was saved with ``use_orig_params=True``.
+
+    A local file then contains fragments of parameters without their offsets.
+    """
     for file in files:
         flat = {_blob(chunk) for entry in filter(_is_flat, file.shards) for chunk in file.shards[entry].chunks}
         for name, value in file.root["state"]["model"].items():
@@ -309,7 +316,10 @@ def _refuse_original_parameters(files: list[_RankFile]) -> None:
 
 
 def _join_optimizer_state(tensors: dict[EntryPath, TensorRecord], files: list[_RankFile]) -> None:
-    """Vectors of flat parameters that are no ShardedTensors (torch 1.13) are each rank's own: its piece and padding."""
+    """Join the optimizer state of flat parameters that torch 1.13 saved as plain tensors.
+
+    Each rank saved its own shard, including padding.
+    """
     for entry, record in list(tensors.items()):
         flat = (*MODEL, entry[4]) if entry[:2] == OPTIMIZERS and len(entry) == 6 else ()
         if _is_flat(flat) and entry not in files[0].shards and len(record.shape) == 1:
@@ -317,7 +327,7 @@ def _join_optimizer_state(tensors: dict[EntryPath, TensorRecord], files: list[_R
 
 
 def _joined_pieces(files: list[_RankFile], flat: EntryPath, entry: EntryPath) -> TensorRecord:
-    """Each rank's vector, without its padding, at the place of its piece of the flat parameter."""
+    """Combine each rank's vector, without its padding, at the offset of its shard of the flat parameter."""
     boxes: dict[Any, Chunk] = {}
     dtype = None
     for file in files:

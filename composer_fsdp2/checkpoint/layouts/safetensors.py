@@ -1,4 +1,4 @@
-"""Hugging Face's weights: ``model.safetensors``, or its shards and ``model.safetensors.index.json``."""
+"""Hugging Face's weights: ``model.safetensors``, or its shards with ``model.safetensors.index.json``."""
 
 import json
 import struct
@@ -130,10 +130,10 @@ def _index(path: Path) -> dict[str, str]:
 
 
 def read_header(path: Path) -> dict[str, TensorRecord]:
-    """The tensors of one file.
+    """Read the tensors' names, shapes and byte ranges from the header of one file.
 
     Raises:
-        CheckpointError: the header is damaged, or ranges do not tile the rest of the file.
+        CheckpointError: the header is damaged, or its ranges do not tile the rest of the file.
     """
     size = path.stat().st_size
     header_bytes = int.from_bytes(read_at(path, 0, 8), "little")
@@ -179,12 +179,12 @@ def _blob(record: TensorRecord) -> Blob:
 
 
 def _lay_out(request: WriteRequest) -> Output:
-    """The folder that ``from_pretrained`` reads: weights under Hugging Face's names; all else is dropped.
+    """Compute a folder that ``from_pretrained`` reads: weights under Hugging Face's names. Drops all other entries.
 
     A tensor is never split, so the number of shards may be below the requested number of files.
 
     Raises:
-        CheckpointError: no weights, or a dtype that safetensors does not know.
+        CheckpointError: no weights, or a dtype that safetensors does not support.
     """
     inventory, model = request.inventory, request.model
     weights = {name: slot for name, slot in model.items() if isinstance(slot, Slot)}
@@ -206,9 +206,11 @@ def _lay_out(request: WriteRequest) -> Output:
 def _with_hugging_face_names(
     request: WriteRequest, weights: dict[str, Slot]
 ) -> tuple[HuggingFaceForm | None, dict[str, Slot], dict[str, str], list[str]]:
-    """The form of the checkpoint's model, the weights as it names them, what that renames, and remarks."""
+    """The files of the Hugging Face model, its weights under its own names, the renamed parameters, and remarks."""
     renamed = dict(request.renamed)
-    if (folder := request.inventory.hugging_face) is not None:  # only split differently: names and files stay
+    if (
+        folder := request.inventory.hugging_face
+    ) is not None:  # only split differently: names and other files are unchanged
         return form_of_folder(folder, request.dtype), weights, renamed, []
     form = hugging_face_form(request.inventory, request.dtype)
     if form is None:
@@ -228,7 +230,7 @@ def _with_hugging_face_names(
 
 
 def _dropped(request: WriteRequest) -> tuple[str, ...]:
-    """The model's entries that are no tensors, and everything else by its topmost name of use."""
+    """The keys that are dropped: the model's entries without tensors, and the topmost keys of all other entries."""
     inventory = request.inventory
     others = [path for path in (*inventory.tensors, *inventory.objects) if path[:2] != MODEL]
     return (
@@ -257,7 +259,7 @@ def _weight_files(weights: Mapping[str, Slot], num_files: int | None) -> list[Ou
 
 
 def _shards(weights: Mapping[str, Slot], total: int, num_shards: int) -> list[dict[str, Slot]]:
-    """Consecutive tensors together; each in the shard of its middle byte."""
+    """Distribute consecutive tensors over shards. A tensor belongs to the shard of its middle byte."""
     shards: list[dict[str, Slot]] = [{} for _ in range(num_shards)]
     at = 0
     for name, slot in weights.items():

@@ -1,1 +1,1 @@
-"""Loading a checkpoint into a model: the plan, reading and checking, and the change of the model."""
+"""Load a checkpoint into a model: plan, read and check, then modify the model."""

@@ -15,7 +15,7 @@ from composer_fsdp2.config.text import lines_and_more
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import all_gather_object, device_of_group
 
-# What all ranks sum at once.
+# The number of bytes that one all-reduce sums.
 _ROUND_BYTES = 16 << 20
 _CRC_BITS = 32
 
@@ -44,19 +44,20 @@ def check_content(reader: Reader, records: Iterable[TensorRecord], checkpoint: P
     """Compare the CRC32 of every record that was read, completely or in part, with the one in the file.
 
     A record that one rank read completely is checked on that rank. Otherwise the sizes and CRC32s of all ranks' parts
-    are summed, the CRC32s bit by bit: the record's CRC32 is that sum modulo 2. The result is wrong if the record is
+    are summed, the CRC32s bit by bit: the record's CRC32 is that sum modulo 2. The sum does not match if the record is
     damaged, if no rank read some of it (FSDP1's padding) or if ranks read some of it twice (views, groups of ranks that
     train separately). Then one of the ranks reads the missing bytes, or the entire record.
 
     Args:
-        records: Everything that ranks may have read in parts, in the same order on all ranks.
-        checkpoint: The file or folder, as this rank sees it.
+        records: All records that ranks may have read in part, in the same order on all ranks.
+        checkpoint: The path of the file or folder on this rank.
     Returns:
         The number of bytes read by all ranks from files without CRC32s (safetensors).
     Raises:
         CheckpointError: on all ranks, naming every damaged record.
-    Called on all ranks (alone without a process group): all-reduces 264 bytes for each record, at most 16 MiB at a
-    time, and two numbers; gathers the ranges of records that do not add up.
+
+    Called on all ranks, or in one process without a process group. All-reduces 264 bytes for each record, at most 16
+    MiB at a time, and two numbers; gathers the ranges of records whose sums do not match.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return check_own_content(reader, checkpoint)
@@ -77,14 +78,14 @@ def check_content(reader: Reader, records: Iterable[TensorRecord], checkpoint: P
 
 
 def check_own_content(reader: Reader, checkpoint: Path) -> int:
-    """Check the records that this rank read; see ``check_content``. Does not communicate."""
+    """Check the CRC32s of the records that this rank read; see ``check_content``. Does not communicate."""
     _, damaged, unchecked = _own_parts(reader, {}, checkpoint)
     _raise_if(damaged, checkpoint)
     return unchecked
 
 
 def _numbers(records: Iterable[TensorRecord]) -> dict[tuple[Path, int], int]:
-    """Consecutive numbers for the places of all tensors in the files."""
+    """Number the locations of all tensors in the files."""
     numbers: dict[tuple[Path, int], int] = {}
     for record in records:
         while record.flat is not None:
@@ -98,7 +99,7 @@ def _numbers(records: Iterable[TensorRecord]) -> dict[tuple[Path, int], int]:
 def _own_parts(
     reader: Reader, numbers: Mapping[tuple[Path, int], int], checkpoint: Path
 ) -> tuple[dict[int, _Part], dict[str, str], int]:
-    """Records that this rank read in part, by number; damage of other records; bytes without a CRC32."""
+    """This rank's reads: records read in part, by number; damage of complete records; bytes without a CRC32."""
     by_record, unchecked = ranges_by_record(reader.parts)
     parts: dict[int, _Part] = {}
     damaged: dict[str, str] = {}
@@ -112,7 +113,7 @@ def _own_parts(
 
 
 def _joined(ranges: Iterable[Range]) -> list[Range]:
-    """The ranges in order, as one where they touch."""
+    """Sort the ranges, and join those that are adjacent."""
     joined: list[Range] = []
     for start, end, crc32 in sorted(ranges):
         if joined and joined[-1][1] == start:
@@ -123,7 +124,7 @@ def _joined(ranges: Iterable[Range]) -> list[Range]:
 
 
 def _totals(parts: Mapping[int, _Part], num_records: int) -> Iterator[tuple[int, int, int]]:
-    """Number, summed bytes and summed CRC32 of each record in ``parts``. Called on all ranks; all-reduces."""
+    """The number of parts, and the sums of sizes and CRC32s, of each record. Called on all ranks; all-reduces."""
     bits = torch.arange(_CRC_BITS)
     num_at_once = max(1, _ROUND_BYTES // ((1 + _CRC_BITS) * bits.element_size()))
     for first in range(0, num_records, num_at_once):
@@ -140,7 +141,7 @@ def _totals(parts: Mapping[int, _Part], num_records: int) -> Iterator[tuple[int,
 
 
 def _read_again(parts: Mapping[int, _Part], numbers: set[int], checkpoint: Path) -> dict[str, str]:
-    """Check the numbered records by reading them; each on one of the ranks that read a part of it.
+    """Check the numbered records by reading them, each on one of the ranks that read a part of it.
 
     Called on all ranks; gathers the ranges that they have read of these records.
     """
@@ -148,7 +149,7 @@ def _read_again(parts: Mapping[int, _Part], numbers: set[int], checkpoint: Path)
     damaged: dict[str, str] = {}
     for number in numbers:
         readers = [rank for rank, of_rank in enumerate(gathered) if number in of_rank]
-        if readers[number % len(readers)] == dist.get_rank():  # not the same one for all
+        if readers[number % len(readers)] == dist.get_rank():  # a different rank for each record
             blob = parts[number].blob
             problem = damage_of(blob, [each for rank in readers for each in gathered[rank][number]])
             if problem is not None:
@@ -163,7 +164,7 @@ def _raise_if(damaged: Mapping[str, str], checkpoint: Path) -> None:
 
 
 def _name(blob: Blob, checkpoint: Path) -> str:
-    """A record's name, with a path relative to the checkpoint, which ranks may see under different paths."""
+    """The name of a record with a path relative to the checkpoint, whose path may differ between ranks."""
     folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
     name = blob.path.relative_to(folder) if blob.path.is_relative_to(folder) else blob.path
     return f"{name}, the record at byte {blob.offset}"

@@ -1,4 +1,4 @@
-"""A checkpoint of any layout into a model of any sharding: each rank reads its own shards."""
+"""Load a checkpoint of any layout into a model with any sharding. Each rank reads its own shards."""
 
 import time
 from collections.abc import Callable
@@ -24,18 +24,18 @@ from composer_fsdp2.sharding.sharded import reshard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What a load did on this rank.
+    """The result of a load on this rank.
 
     Args:
-        inventory: The checkpoint, as far as it was taken.
-        loaded: Names of the model's tensors that were filled.
-        optimizer_loaded: Names of parameters whose optimizer state was filled.
-        renamed: From the file's names to the model's.
-        left_out: Entries of the file that nothing took.
-        kept: Values that model and optimizer keep, because the file does not have them.
+        inventory: The entries that were loaded.
+        loaded: The names of the model's tensors that were loaded.
+        optimizer_loaded: The names of the parameters whose optimizer state was loaded.
+        renamed: The model's names of renamed parameters, by their names in the file.
+        left_out: Entries of the file that were not loaded.
+        kept: Values of model and optimizer that the file does not have, and that are unchanged.
         cast: Tensors whose dtype differed (``strict=False``).
-        num_bytes: Tensor data that this rank read.
-        unchecked_bytes: Read by any rank, without a CRC32 to check it against.
+        num_bytes: The number of bytes of tensor data that this rank read.
+        unchecked_bytes: The number of bytes that all ranks read without a CRC32 to compare with.
 
     Example:
         >>> torch.save({"state": {"model": nn.Linear(4, 2).state_dict()}}, "ep1.pt")
@@ -57,7 +57,7 @@ class LoadReport:
     _entries: dict[str, Any] | None = field(default=None, repr=False)
 
     def other_entries(self) -> dict[str, Any]:
-        """Schedulers, timestamp, random states and so on, read now: ``{'state': {...}, 'rng': [...]}``."""
+        """Read schedulers, timestamp, RNG states and so on now, as ``{'state': {...}, 'rng': [...]}``."""
         return other_entries(self.inventory) if self._entries is None else self._entries
 
     def __str__(self) -> str:
@@ -89,25 +89,27 @@ def load_checkpoint(
     weights_only: bool = False,
     trust: bool = False,
 ) -> LoadReport:
-    """Load a checkpoint of any layout into ``model`` and its optimizer, whatever sharding wrote it.
+    """Load a checkpoint of any layout, saved with any sharding, into ``model`` and its optimizer.
 
-    Each rank reads the bytes of its own shards; of replicas (``NO_SHARD``, HSDP, a DDP model) one rank reads them. The
-    bytes are staged in host memory and checked against the CRC32s in the file before anything is changed; if that fails
-    on one rank, all raise, and model and optimizer are as before. Then replicas are broadcast into the model and the
-    optimizer, in pieces of 64 MiB.
+    Each rank reads the bytes of its own shards. If a shard has replicas (``NO_SHARD``, HSDP, a DDP model), one of their
+    ranks reads it. The bytes are staged in host memory and checked against the CRC32s in the file before the model or
+    the optimizer is modified. If that fails on one rank, all ranks raise. Then replicas are broadcast into the model
+    and the optimizer, in pieces of 64 MiB.
 
     Args:
         path: A file or folder; see ``inspect_checkpoint``.
-        model: Sharded by ``prepare_fully_shard`` or ``apply_plan``, by any plan; a plain or DDP model works too.
-        optimizers: Over the model's parameters. None leaves the optimizer state out.
-        strict: Refuse what is missing, surplus or of another dtype, all of it together. Otherwise the rest is loaded,
-            floating dtypes are cast, and the report lists the rest. Shapes must fit in either case.
-        weights_only: Leave the optimizer alone.
-        trust: Read entries that are more than plain data by running their pickle; each is named in a warning.
+        model: A model after ``prepare_fully_shard`` or ``apply_plan`` with any plan, a plain model or a DDP model.
+        optimizers: The optimizer of the model's parameters. With None, optimizer state is not loaded.
+        strict: Raise for missing and unexpected entries and for different dtypes; the error lists all of them. If
+            False, the matching entries are loaded, floating dtypes are cast, and the report lists the others. Different
+            shapes always raise.
+        weights_only: Do not load optimizer state.
+        trust: Execute the pickles of entries that are more than plain data; a warning names each.
     Returns:
         A report; ``other_entries()`` reads schedulers, timestamp and random states.
     Raises:
-        CheckpointError: on all ranks; lists everything damaged, missing or unfitting. Nothing was changed.
+        CheckpointError: on all ranks; lists everything that is damaged, missing or does not match. Model and optimizer
+            are unchanged.
 
     Called on all ranks of the default process group, or in one process without a group. It compares plans, sums CRC32s
     and broadcasts replicas.
@@ -137,10 +139,11 @@ def load_inventory(
     ignored: frozenset[EntryPath] = frozenset(),
     started: float | None = None,
 ) -> LoadReport:
-    """``load_checkpoint`` of an inventory; the same on every rank.
+    """As ``load_checkpoint``, for an inventory that is the same on every rank.
 
     Args:
-        ignored: Weights and parameters' optimizer states that the caller has taken out; they are not missed.
+        ignored: Weights, and parameters with optimizer states, that the caller removed from the inventory. That they
+            are missing is not an error.
     """
     started = time.perf_counter() if started is None else started
     reshard(model)
@@ -168,11 +171,11 @@ def load_inventory(
 
 
 def _run_custom_load(staging: Staging) -> None:
-    """Run the optimizer's own loading code, on all ranks or on none. Called on all ranks."""
+    """Run the user's loading code on all ranks. If it raises on one, undo it on all. Called on all ranks."""
     try:
         together(staging.run_custom_load)
     except CheckpointError:
-        staging.undo_custom_load()  # where it went well on this rank
+        staging.undo_custom_load()  # if it succeeded on this rank
         raise
 
 
@@ -194,17 +197,18 @@ def _report(plan: LoadPlan, *, num_bytes: int, unchecked_bytes: int, seconds: fl
 def other_entries(
     inventory: CheckpointInventory, *, wanted: Callable[[EntryPath], bool] = lambda _: True
 ) -> dict[str, Any]:
-    """Everything but model and optimizers as plain values, in Composer's form.
+    """Read all entries except model and optimizers as plain values, in Composer's structure.
 
     Args:
-        wanted: Called with each root (``('state', 'timestamp')``, ``('rng',)``); the others are not read.
+        wanted: Called with each root (``('state', 'timestamp')``, ``('rng',)``); entries below others are not read.
     Raises:
-        CheckpointError: an entry is damaged, or more than plain data.
-    Does not communicate; every rank reads all of it.
+        CheckpointError: an entry is damaged, or contains more than plain data and is not trusted.
+
+    Does not communicate; every rank reads all of these entries.
     """
     entries: dict[str, Any] = {"state": {}}
     paths = (*inventory.objects, *inventory.tensors)
-    # Attributes of ``state`` and entries beside it, in the file's order.
+    # Attributes of ``state`` and other top-level entries, in the file's order.
     roots = dict.fromkeys(path[:2] if path[0] == "state" else path[:1] for path in paths)
     with Reader() as reader:
         for root in roots:

@@ -1,4 +1,4 @@
-"""The plan of a load: every tensor matched by its FQN, and everything that does not fit."""
+"""The plan of a load: every tensor matched by its FQN, and all differences."""
 
 import zlib
 from collections.abc import Callable, Iterable
@@ -32,7 +32,7 @@ class PlannedTensor:
     """One tensor of the model, and the record that is read into it.
 
     Args:
-        duplicates: The file's other entries for a shared parameter, whose equality only reading can show.
+        duplicates: Further records of a shared parameter, if only reading them can show that they are equal.
     """
 
     target: TensorTarget
@@ -42,16 +42,16 @@ class PlannedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """What a load will read, rename and leave out, and what does not fit.
+    """What a load will read and rename, what it will not load, and all differences.
 
     Args:
-        inventory: The checkpoint, flat parameters taken apart.
-        extra: Extra state by its name: the module that takes it, and the entry.
-        others: Entries that a hook on ``state_dict`` added, for the modules' own loading code.
-        renamed: From the file's names to the model's, where they differ by more than wrappers' prefixes.
-        left_out: Entries of the file that nothing takes, as text.
-        kept: Values that model and optimizer keep, as text.
-        differences: Everything that ``strict`` would refuse, and fatal differences.
+        inventory: The checkpoint, with flat parameters split.
+        extra: By the name of a module's extra state: the module, and the entry.
+        others: Entries that a ``state_dict`` hook added, for the modules' own loading code.
+        renamed: The model's names by those in the file, if they differ by more than wrappers' prefixes.
+        left_out: Entries of the file that are not loaded, as text.
+        kept: Values of model and optimizer that stay unchanged, as text.
+        differences: The differences for which ``strict`` raises, and fatal ones.
 
     Example:
         >>> torch.save({"state": {"model": nn.Linear(4, 2).state_dict()}}, "ep1.pt")
@@ -75,7 +75,7 @@ class LoadPlan:
 
     @property
     def fingerprint(self) -> str:
-        """Text that is equal on two ranks that would load the same."""
+        """A text that is equal on ranks that would load the same."""
         tensors = [(p.target.name, p.record.name, p.record.shape, str(p.record.dtype)) for p in self.tensors]
         states = [(s.name, list(s.entries)) for s in self.optimizer.states] if self.optimizer else []
         sizes = [(path.name, size) for path, size in self.inventory.files]
@@ -83,12 +83,12 @@ class LoadPlan:
 
     @property
     def own_loading(self) -> str:
-        """The modules whose hooks and overrides ``model.load_state_dict`` runs; '' where it is torch's own code."""
+        """The modules whose hooks and overrides ``model.load_state_dict`` runs; '' if it runs only torch's own code."""
         code = self.target.custom_loading.items()
         return and_more([f"{path or 'the model'} ({names})" for path, names in code], 4)
 
     def refuse(self, *, strict: bool) -> None:
-        """Raise CheckpointError with every difference that may not be."""
+        """Raise CheckpointError with all fatal differences; with ``strict``, with all differences."""
         refused = [d for d in self.differences if strict or d.kind.is_fatal]
         if not refused:
             return
@@ -129,16 +129,17 @@ def plan_load(
     weights_only: bool = False,
     ignored: frozenset[EntryPath] = frozenset(),
 ) -> LoadPlan:
-    """Match a checkpoint to a model and an optimizer without touching either.
+    """Match a checkpoint to a model and an optimizer without modifying either.
 
     Args:
-        model: Sharded by any plan, or not at all; ``reshard`` it before.
-        ignored: Weights and parameters' optimizer states that were taken out of the inventory; the model and optimizer
-            keep their own, and that is not a difference.
-        optimizer: Over the model's present parameters. None leaves optimizer state out, as ``weights_only`` does.
+        model: Sharded by any plan, or not at all; call ``reshard`` before.
+        optimizer: The optimizer of the model's current parameters. With None or ``weights_only``, optimizer state is
+            not loaded.
+        ignored: Weights, and parameters with optimizer states, that were removed from the inventory. Model and
+            optimizer keep their own values, which is not a difference.
     Raises:
-        CheckpointError: the checkpoint has no weights, is damaged, or has flat parameters of another model.
-    Every rank must call this with the same arguments; it does not communicate.
+        CheckpointError: the checkpoint has no weights, is damaged, or has flat parameters of another model. Every rank
+    must call this with the same arguments; it does not communicate.
     """
     of_model = _ModelMatching(inventory, model, ignored)
     state, differences, left_out = None, of_model.differences, of_model.inventory.optimizers
@@ -163,7 +164,7 @@ def plan_load(
 def _matched_optimizer(
     of_model: "_ModelMatching", optimizer: torch.optim.Optimizer, ignored: frozenset[EntryPath]
 ) -> tuple[OptimizerPlan | None, list[Difference], tuple[OptimizerContents, ...]]:
-    """The plan for the optimizer's state, what does not fit, and the file's optimizers that nothing takes."""
+    """The plan for the optimizer's state, its differences, and the file's optimizers that are not loaded."""
     optimizers, name = of_model.inventory.optimizers, type(optimizer).__qualname__
     by_name = {contents.name: contents for contents in optimizers}
     contents = by_name.get(name, by_name.get(""))  # a file without classes has one
@@ -177,7 +178,7 @@ def _matched_optimizer(
 
 
 def _contents(inventory: CheckpointInventory) -> int:
-    """A CRC32 of the CRC32s that were read with the inventory: it differs where the files are of another save."""
+    """A CRC32 of the CRC32s in the inventory. It differs between two saves."""
     found = inventory.metadata_crc32
     for record in inventory.tensors.values():
         found = zlib.crc32(len(record.chunks).to_bytes(4, "little"), found)
@@ -188,10 +189,10 @@ def _contents(inventory: CheckpointInventory) -> int:
 
 
 class _ModelMatching:
-    """The model's tensors against the file's; see ``LoadPlan``.
+    """Matches the model's tensors to those of the file; see ``LoadPlan``.
 
     Attributes:
-        rename: From a name in the file to the model's.
+        rename: Maps a name in the file to the model's.
     """
 
     def __init__(self, inventory: CheckpointInventory, model: nn.Module, ignored: frozenset[EntryPath]) -> None:
@@ -254,7 +255,7 @@ class _ModelMatching:
                 self._differ(DifferenceKind.SURPLUS, name, "an entry", "nothing of that name in this model")
 
     def _match_tensor(self, tensor: TensorTarget, present: list[str]) -> None:
-        """One tensor of the model, which the file has under these names."""
+        """Match one tensor of the model to the entries of the file with its names."""
         duplicates = self._check_ties(present)
         name, record = present[0], self.file[present[0]]
         if not isinstance(record, TensorRecord):
@@ -269,7 +270,7 @@ class _ModelMatching:
         self.tensors.append(PlannedTensor(target=tensor, record=record, duplicates=duplicates))
 
     def _check_ties(self, names: list[str]) -> tuple[TensorRecord, ...]:
-        """A parameter that the model shares was stored once or several times; all must be equal."""
+        """Check that the file's entries of a shared parameter are equal. It may have one for each name, or fewer."""
         duplicates = []
         for name in names[1:]:
             copy = self.file[name]
@@ -283,7 +284,11 @@ class _ModelMatching:
 
 
 def _renaming(file_names: Iterable[str], target_names: frozenset[str]) -> Callable[[str], str]:
-    """The change of prefix under which most names of the file are the model's."""
+    """Choose the change of prefix for which most names of the file equal a name of the model.
+
+    Returns:
+        A function from a name in the file to the name in the model.
+    """
     names = list(file_names)
     changes: list[Callable[[str], str]] = []
     for prefix in PREFIXES:

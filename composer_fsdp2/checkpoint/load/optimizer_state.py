@@ -1,6 +1,6 @@
-"""An optimizer's state from a checkpoint: matched by parameter, never by position in a list of groups alone.
+"""Match an optimizer's state in a checkpoint to parameters, never by their positions in the groups alone.
 
-What the optimizer would make itself for a parameter, a step of a copy of it shows.
+To find out which state an optimizer would create for a parameter, a copy of it executes a step.
 """
 
 import types
@@ -22,14 +22,14 @@ from composer_fsdp2.checkpoint.target import ModelTarget
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the optimizer would make for one key of a parameter's state."""
+    """The value that the optimizer would create for one key of a parameter's state."""
 
     shape: tuple[int, ...] | None  # None: unknown
     dtype: torch.dtype | None  # None: no tensor
     kind: type
 
 
-# By dtype and number of dimensions: the sizes of the parameter that was tried, and the state that it got.
+# By dtype and number of dimensions: the sizes of the probed parameter, and the state that the optimizer created.
 Probes: TypeAlias = dict[tuple[torch.dtype, int], tuple[tuple[int, ...], Mapping[str, Any]] | None]
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 
@@ -37,7 +37,7 @@ _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 def expected_state(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: nn.Parameter, probes: Probes
 ) -> dict[str, Expected] | None:
-    """The state that the optimizer has for a parameter or makes in its first step; None if that cannot be found out.
+    """The state that the optimizer has for a parameter or would create in its first step; None if that is unknown.
 
     Args:
         probes: Results for other parameters of the group.
@@ -58,10 +58,10 @@ def expected_state(
 def _probe(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: nn.Parameter
 ) -> tuple[tuple[int, ...], Mapping[str, Any]] | None:
-    """Step with a copy of the optimizer on a small parameter of other sizes, which no gradient moves.
+    """Execute a step of a copy of the optimizer on a small parameter, with gradients of zero.
 
-    The optimizer and its parameters are not touched. Sizes differ from each other: a state's shape then shows which
-    of the parameter's it has (Adafactor's are (n, 1) and (1, m)).
+    The optimizer and its parameters are not modified. All dimensions have different sizes, so the shape of a state
+    shows from which dimensions of the parameter it is made (Adafactor's are (n, 1) and (1, m)).
     """
     if like.dim() > len(_PRIMES):
         return None
@@ -71,16 +71,18 @@ def _probe(
     stand_in.grad = torch.zeros_like(stand_in)
     probe = _bare_copy(optimizer, {**group, "params": [stand_in]})
     step = type(optimizer).step
-    step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step  # not the hooks of all steps
+    step = (
+        getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+    )  # without the hooks of optimizer steps
     try:
         step(probe)
-    except Exception:  # an optimizer that needs more than a gradient to step
+    except Exception:  # an optimizer whose step needs more than gradients
         return None
     return sizes, probe.state.get(stand_in, {})
 
 
 def _bare_copy(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:
-    """A copy with one group, without state, hooks, and the methods that a scheduler put on it to count steps."""
+    """Copy the optimizer with one group, without state and hooks, and without a scheduler's wrappers of its methods."""
     methods = types.MethodType | types.FunctionType
     copy: torch.optim.Optimizer = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
@@ -94,7 +96,7 @@ def _bare_copy(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch
 
 
 def _expectation(value: Any, sizes: tuple[int, ...], shape: tuple[int, ...]) -> Expected:
-    """What a parameter of ``shape`` would get, from the value that was made for one of ``sizes``."""
+    """The expected value for a parameter of ``shape``, from the value that was created for one of ``sizes``."""
     if not isinstance(value, torch.Tensor):
         return Expected(None, None, type(value))
     if sizes == shape:
@@ -110,10 +112,10 @@ def _expectation(value: Any, sizes: tuple[int, ...], shape: tuple[int, ...]) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterState:
-    """What one parameter's state will be: tensors to read, and values.
+    """The state to load for one parameter: tensors to read, and other values.
 
     Args:
-        dtypes: Of the tensors when they are loaded: the optimizer's own, where that is known.
+        dtypes: The dtypes of the tensors after loading. They are the optimizer's own, if these are known.
     """
 
     name: str
@@ -124,13 +126,13 @@ class ParameterState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerPlan:
-    """An optimizer's state and hyperparameters to be.
+    """The state and hyperparameters to load into an optimizer.
 
     Args:
-        states: In the order of the optimizer's parameters; those without state in the file are left out.
+        states: In the order of the optimizer's parameters, excluding those without state in the file.
         groups: Hyperparameters for each of the optimizer's groups, without ``params``.
-        without_state: Parameters of the file's groups without state in the saving run, which get none.
-        kept: Hyperparameters missing in the file; the optimizer keeps its own.
+        without_state: Parameters in the file's groups for which the saving run had no state; they get none.
+        kept: Hyperparameters that are missing in the file, and stay unchanged.
     """
 
     optimizer: torch.optim.Optimizer
@@ -148,15 +150,16 @@ def plan_optimizer(
     rename: Callable[[str], str],
     ignored: frozenset[str] = frozenset(),
 ) -> tuple[OptimizerPlan, list[Difference]]:
-    """Match the file's state to ``optimizer``, and name everything that does not fit.
+    """Match the file's state to ``optimizer``, and list all differences.
 
     Args:
         contents: One of ``inventory.optimizers``.
-        rename: From a name in the file to the model's.
-        ignored: The model's names of parameters whose state was taken out.
+        rename: Maps a name in the file to the model's.
+        ignored: The model's names of parameters whose state was removed from the inventory.
     Raises:
         CheckpointError: param_groups are damaged.
-    Does not communicate; every rank comes to the same result.
+
+    Does not communicate; every rank gets the same result.
     """
     matching = _Matching(inventory, contents, optimizer, target, rename, ignored)
     matching.match_states()
@@ -218,7 +221,7 @@ class _Matching:
         return {self.names[parameter][0]: key for parameter, key in zip(self.parameters, in_groups, strict=True)}
 
     def key_of(self, parameter: nn.Parameter) -> str | int | None:
-        """The parameter's key in the file, under any of its names; one with state is preferred."""
+        """The parameter's key in the file, under any of its names. A key with state is preferred."""
         keys = [self.by_name[name] for name in self.names.get(parameter, ()) if name in self.by_name]
         with_state = [key for key in keys if key in self.contents.state]
         return next(iter([*with_state, *keys]), None)
@@ -240,10 +243,10 @@ class _Matching:
     def match_state(
         self, parameter: nn.Parameter, template: dict[str, Expected] | None, *, may_be_renamed: bool
     ) -> None:
-        """One parameter's state.
+        """Match one parameter's state.
 
         Args:
-            may_be_renamed: The file has state under names that this optimizer does not have.
+            may_be_renamed: Whether the file has state under names that this optimizer does not have.
         """
         key, name = self.key_of(parameter), self.names[parameter][0]
         entries = self.contents.state.get(key, {}) if key is not None else {}
@@ -252,7 +255,7 @@ class _Matching:
             if self.ignored.intersection(self.names[parameter]):
                 self.kept.append(f"the state of {name} (ignored)")
             elif key is not None and not may_be_renamed:
-                # One of the file's parameters: optimizers make state with the first gradient.
+                # A parameter in the file without state: optimizers create state at the first gradient.
                 self.without_state.append(parameter)
                 if is_missed:
                     self.kept.append(f"the state of {name} (it had no gradient in the run that saved)")
@@ -268,7 +271,7 @@ class _Matching:
         self.check_entries(name, entries, template)
         if template is not None:
             if not template.keys() <= entries.keys():
-                return  # the optimizer could not resume from a part of it
+                return  # the optimizer could not resume from a partial state
             entries = {key: entries[key] for key in template}
         dtypes = {
             key: (template[key].dtype if template else None) or record.dtype
@@ -280,7 +283,7 @@ class _Matching:
     def check_aliases(
         self, parameter: nn.Parameter, name: str, entries: Mapping[str, TensorRecord | ObjectRecord]
     ) -> None:
-        """The state of a shared parameter may be there under each of its names, if it is the same."""
+        """Check that the state of a shared parameter is equal if the file has it under several of its names."""
         for alias in self.names[parameter]:
             others = self.contents.state.get(self.by_name.get(alias, ""), entries)
             unlike = [
@@ -299,7 +302,7 @@ class _Matching:
     def check_entries(
         self, name: str, entries: Mapping[str, TensorRecord | ObjectRecord], template: dict[str, Expected] | None
     ) -> None:
-        """Each entry is what the optimizer would make, where that is known."""
+        """Compare each entry with the value that the optimizer would create, if that is known."""
         if template is None:
             return
         own = ", ".join(template) or "no state"
@@ -323,7 +326,7 @@ class _Matching:
     # Hyperparameters
 
     def match_groups(self) -> None:
-        """Each group's hyperparameters from the file's groups of its parameters; they must agree."""
+        """Choose each group's hyperparameters from the file's groups of its parameters, which must agree."""
         place = {key: number for number, group in enumerate(self.file_groups) for key in group.get("params", ())}
         in_file = [_hyperparameters(group) for group in self.file_groups]
         taken_by: dict[int, tuple[int, dict[str, Any]]] = {}  # by the file's group
@@ -349,7 +352,7 @@ class _Matching:
     def check_joined(
         self, number: int, first: tuple[int, Mapping[str, Any]], second: tuple[int, Mapping[str, Any]]
     ) -> None:
-        """Two of the file's groups that are one in the optimizer must have the same hyperparameters."""
+        """Record a difference if a group of the optimizer combines groups of the file with unequal hyperparameters."""
         if unlike := _unlike(first[1], second[1]):
             self.differ(
                 DifferenceKind.GROUPS,
@@ -362,7 +365,10 @@ class _Matching:
     def check_split(
         self, first: tuple[int, Mapping[str, Any]], second: tuple[int, Mapping[str, Any]], place: int
     ) -> None:
-        """Two groups that were one in the file get its hyperparameters, so they must not want to differ."""
+        """Record a difference if two groups of the optimizer were one in the file and now have unequal hyperparameters.
+
+        Both would get those of the file's group.
+        """
         if unlike := _unlike(first[1], second[1]):
             self.differ(
                 DifferenceKind.GROUPS,
@@ -392,14 +398,14 @@ def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Two hyperparameters; a tensor in the file was not read yet, so it equals itself only."""
+    """Whether two hyperparameters are equal. A tensor in the file was not read yet, so it equals only itself."""
     if isinstance(a, Sequence) and isinstance(b, Sequence) and not isinstance(a, str):
         return len(a) == len(b) and all(map(_equal, a, b))
     return bool(a == b)
 
 
 def _alike(own: Any, found: Any) -> bool:
-    """Whether a value from the file may stand for one of the optimizer's: both numbers, both flags, both sequences."""
+    """Whether a value from the file can replace the optimizer's: both are numbers, flags or sequences."""
     if own is None or found is None:
         return True
     if isinstance(own, bool) or isinstance(found, bool):

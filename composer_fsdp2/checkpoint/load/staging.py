@@ -1,4 +1,4 @@
-"""What a load has read and not yet put into place."""
+"""Staging of a load: tensors that were read into host memory, and are not yet copied into the model."""
 
 import copy
 import functools
@@ -30,7 +30,7 @@ _PIECE_BYTES = 64 << 20
 
 
 def owners(boxes: Sequence[tuple[LocalBox, int]]) -> list[int | None]:
-    """The replica that reads each box, balanced by bytes; None if each replica reads it.
+    """For each box, the replica that reads it, balanced by bytes; None if each replica reads it.
 
     Args:
         boxes: Each with its element size in bytes; the same on all ranks that share a box.
@@ -50,7 +50,7 @@ def owners(boxes: Sequence[tuple[LocalBox, int]]) -> list[int | None]:
 
 
 def broadcast_replicas(local: torch.Tensor, box: LocalBox, owner: int) -> None:
-    """Fill ``local`` on every replica with the owner's; called on all of them, in the same order.
+    """Broadcast the owner's ``local`` to all replicas. Called on all of them, in the same order.
 
     Args:
         local: Contiguous, on the device of the groups.
@@ -60,7 +60,7 @@ def broadcast_replicas(local: torch.Tensor, box: LocalBox, owner: int) -> None:
         owner, coordinate = divmod(owner, group.size())
         coordinates.insert(0, coordinate)
     for position, group in enumerate(groups):
-        # First along the first axis, among the ranks beside the owner; then each of them along the next.
+        # First along the first axis, from the owner; then each of these ranks along the next axis.
         later = zip(groups[position + 1 :], coordinates[position + 1 :], strict=True)
         if local.numel() and all(other.rank() == coordinate for other, coordinate in later):
             source = dist.get_global_rank(group, coordinates[position])
@@ -72,9 +72,9 @@ class _Staged:
     """This rank's part of one tensor.
 
     Args:
-        value: The tensor that it is loaded into: the model's, the optimizer's own, or a new one, made by ``allocate``.
-        owner: The replica that reads it and sends it to the others; None where each rank reads its own part.
-        data: In host memory, from ``read`` to ``commit``, on a rank that reads it.
+        value: The tensor to load into: the model's, the optimizer's own, or a new one that ``allocate`` creates.
+        owner: The replica that reads the part and broadcasts it; None if each rank reads its own part.
+        data: The part in host memory, on a rank that reads it, from ``read`` to ``commit``.
     """
 
     record: TensorRecord
@@ -85,7 +85,7 @@ class _Staged:
 
     @property
     def reads_here(self) -> bool:
-        """Whether this rank reads it, and not another replica."""
+        """Whether this rank reads the part, instead of another replica."""
         return self.owner is None or self.owner == self.box.replica
 
     @property
@@ -95,7 +95,9 @@ class _Staged:
         return local_tensor(self.value)
 
     def allocate(self, *, is_staged: bool) -> None:
-        """Make ``value`` and, if it is staged, ``data``: the same memory, if that is unused host memory."""
+        """Create ``value`` and, if the part is staged, ``data``: the same memory, if ``value`` is new and in host
+        memory.
+        """
         is_new = self.value is None
         if self.value is None:
             # On its like's device: with CPU offload, shards on a GPU mesh are on the host.
@@ -106,26 +108,27 @@ class _Staged:
 
 
 class Staging:
-    """What a plan reads: ``read``, ``share``, ``check_duplicates``, ``run_custom_load``, ``commit``, in order.
+    """Executes a plan by ``read``, ``share``, ``check_duplicates``, ``run_custom_load`` and ``commit``, in this order.
 
-    Model and optimizer are not touched before ``run_custom_load``, which can be undone. Replicas are read by one of
-    them, the owner, and broadcast by ``commit``: R replicas of S bytes take host memory of S / R on each rank, and a
-    piece of 64 MiB. Everything that ``commit`` needs is allocated by ``read``.
+    Model and optimizer are not modified before ``run_custom_load``, which can be undone. One of the replicas, the
+    owner, reads a tensor, and ``commit`` broadcasts it: R replicas of S bytes take host memory of S / R on each rank,
+    plus a piece of 64 MiB. ``read`` allocates all memory that ``commit`` needs.
 
-    [Note: the user's code] A module's ``set_extra_state``, and the ``load_state_dict`` of a model or an optimizer where
-    it is overridden or has hooks, may raise, on one rank alone. So they run before anything else is changed, and what
-    they changed is put back if they raise anywhere: of a model its tensors and extra state, not other attributes. The
-    state of such a model or optimizer is broadcast before, into separate memory on every rank.
+    [Note: the user's code] A module's ``set_extra_state``, and an overridden or hooked ``load_state_dict`` of a model
+    or an optimizer, may raise on a single rank. They therefore run first. If one raises on any rank, their changes are
+    undone: a model's tensors and extra state are restored, other attributes are not. The state of such a model or
+    optimizer is broadcast before, into separate memory on every rank.
 
     Args:
-        strict: Whether an entry that the model's own loading code refuses or leaves is an error.
-    Made on all ranks; gathers which of them run such code.
+        strict: Whether an entry that the model's own loading code rejects or ignores is an error.
+
+    Created on all ranks; gathers which of them run such code.
     """
 
     def __init__(self, plan: LoadPlan, *, strict: bool = True) -> None:
         self.plan, self._strict = plan, strict
         self.tensors = [_staged(planned.record, planned.target) for planned in plan.tensors]
-        # A tied parameter's entry that is loaded, and each other entry for it.
+        # The entry of a tied parameter that is loaded, and each other entry of that parameter.
         self._duplicates = [
             (staged, _staged(record, planned.target))
             for planned, staged in zip(plan.tensors, self.tensors, strict=True)
@@ -169,15 +172,15 @@ class Staging:
         return [*self.tensors, *(duplicate for _, duplicate in self._duplicates), *self._states()]
 
     def _early(self) -> list[_Staged]:
-        """What the user's loading code gets, on all ranks."""
+        """The tensors that the user's loading code gets, on all ranks."""
         return [*(self.tensors if self._runs_own_loading else ()), *(self._states() if self._loads_early else ())]
 
     def records(self) -> list[TensorRecord]:
-        """What ranks may read in parts; the same on all ranks."""
+        """The records that ranks may read in part; the same on all ranks."""
         return [staged.record for staged in self._all()]
 
     def read(self, reader: Reader) -> None:
-        """Read this rank's part, and allocate everything that ``commit`` needs; communicates nothing."""
+        """Read this rank's parts, and allocate all memory that ``commit`` needs. Does not communicate."""
         early = {id(staged) for staged in self._early()}
         for staged in self._all():
             staged.allocate(is_staged=staged.reads_here or id(staged) in early)
@@ -192,7 +195,7 @@ class Staging:
         def value_of(record: TensorRecord | ObjectRecord) -> Any:
             return materialized(record if isinstance(record, TensorRecord) else record.value(), reader)
 
-        # Small values; each rank reads them itself.
+        # Each rank reads small values itself.
         self.extra = {name: value_of(record) for name, (_, record) in self.plan.extra.items()}
         self._others = {name: value_of(record) for name, record in self.plan.others.items()}
         self.groups = [
@@ -211,11 +214,11 @@ class Staging:
 
     @property
     def has_duplicates(self) -> bool:
-        """Whether the file has tied parameters under several names; the same on all ranks."""
+        """Whether the file has a tied parameter under several names; the same on all ranks."""
         return bool(self._duplicates)
 
     def check_duplicates(self) -> None:
-        """Compare the values that the file has for one tied parameter under several names; communicates nothing.
+        """Compare the file's values of tied parameters that it has under several names. Does not communicate.
 
         Raises:
             CheckpointError: they are not equal; names them.
@@ -236,12 +239,12 @@ class Staging:
 
     @torch.no_grad()
     def run_custom_load(self) -> None:
-        """Run the user's code that loads modules' extra state, the model's and the optimizer's state, and may raise.
+        """Run the user's code that loads extra state of modules and the state of the model and the optimizer.
 
-        Communicates nothing itself; a module's code may, through DTensors. See [Note: the user's code].
+        Does not communicate, but a module's code may, through DTensors. See [Note: the user's code].
 
         Raises:
-            CheckpointError: a module or the optimizer refused; names it.
+            CheckpointError: the code of a module or of the optimizer raised; names it.
         """
         if self.plan.target.custom_loading:
             self._load_model()
@@ -261,12 +264,12 @@ class Staging:
 
     @torch.no_grad()
     def undo_custom_load(self) -> None:
-        """Put back what ``run_custom_load`` changed, wherever it got to."""
+        """Undo the changes of ``run_custom_load``, including one that raised."""
         for undo in reversed(self._undo):
             undo()
 
     def _load_model(self) -> None:
-        """``load_state_dict`` of the model, as torch calls it, with this rank's shards as DTensors."""
+        """Call ``load_state_dict`` of the model as torch does, with this rank's shards as DTensors."""
         model, target = self.plan.model, self.plan.target
         values = {name: self._extra_of(name) for name in self.plan.extra} | self._others
         for tensor in (*model.parameters(), *model.buffers()):
@@ -278,7 +281,7 @@ class Staging:
         state = state_dict_of({target.keys[name]: value for name, value in values.items()}, target.versions)
         try:
             refused = model.load_state_dict(state, strict=False)
-            # What the file does not have was refused, or is to stay.
+            # Entries that the file does not have raised earlier, or stay unchanged.
             lacking = [key for key in getattr(refused, "missing_keys", ()) if key in state]
             surplus = list(getattr(refused, "unexpected_keys", ()))
             if self._strict and lacking + surplus:
@@ -300,7 +303,7 @@ class Staging:
                 ) from error
 
     def _extra_of(self, name: str) -> Any:
-        """The argument of a module's ``set_extra_state``; its present state is recorded, for ``undo_custom_load``."""
+        """The argument of a module's ``set_extra_state``. Records the current state for ``undo_custom_load``."""
         module, record = self.plan.extra[name]
         live = copy.deepcopy(module.get_extra_state())
         self._undo.append(functools.partial(module.set_extra_state, live))
@@ -309,9 +312,9 @@ class Staging:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Copy everything into the model and the optimizer. Called on all ranks; broadcasts replicas piece by piece.
+        """Copy the staged tensors into model and optimizer. Called on all ranks; broadcasts replicas piece by piece.
 
-        All ranks have sent everything before the optimizer's own code runs, which may raise on one of them.
+        The optimizer's own code may raise on one rank. It runs after all broadcasts.
         """
         if not self._loads_early:
             self.states = [{key: self._result(value) for key, value in state.items()} for state in self.states]
@@ -323,7 +326,7 @@ class Staging:
             self._load_optimizer(self.plan.optimizer.optimizer, self.plan.optimizer.states)
 
     def _fill(self, place: torch.Tensor, staged: _Staged) -> None:
-        """Copy this rank's part of a tensor into its place, from the owner's memory."""
+        """Copy this rank's part of a tensor to its destination, from the owner's memory."""
         data, itemsize = staged.data, staged.record.dtype.itemsize
         is_there = data is not None and (data.data_ptr(), data.device) == (place.data_ptr(), place.device)
         if staged.owner is None:
@@ -341,7 +344,7 @@ class Staging:
                 place[inside].copy_(buffer)
 
     def _result(self, value: Any) -> Any:
-        """A value of an optimizer's state, in its place."""
+        """A loaded value of an optimizer's state."""
         if not isinstance(value, _Staged):
             return value
         self._fill(value.local, value)
@@ -354,7 +357,7 @@ class Staging:
             for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
         }
         assert self.plan.optimizer is not None
-        # What the file does not have stays.
+        # Values that the file does not have are unchanged.
         stays = number_of.keys() - self.plan.optimizer.without_state
         state = {parameter: dict(own) for parameter, own in optimizer.state.items() if parameter in stays}
         dtypes = {
@@ -383,11 +386,11 @@ class Staging:
 
 
 def _put_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
-    local_tensor(tensor).copy_(before)  # not that of before: FSDP2's own load hook replaces a padded one
+    local_tensor(tensor).copy_(before)  # not the previous tensor: FSDP2's load hook replaces a padded one
 
 
 def _restoring(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """A function that puts back an optimizer's attributes, and the present content of its state and groups."""
+    """Make a function that restores an optimizer's attributes, and the current contents of its state and groups."""
     attributes = dict(vars(optimizer))
     state = {parameter: copy.copy(entries) for parameter, entries in optimizer.state.items()}
     groups = [dict(group) for group in optimizer.param_groups]
@@ -409,12 +412,12 @@ def _staged(record: TensorRecord, target: TensorTarget) -> _Staged:
 
 
 def _stage(record: Any, state: ParameterState, own: Any, used: set[int], *, in_place: bool) -> Any:
-    """A value of a parameter's state, and where it will stay.
+    """Stage a value of a parameter's state, and choose the memory that it is loaded into.
 
     Args:
-        own: What the optimizer has there already.
-        used: Addresses of memory that is filled with other tensors; own tensors that are filled are added.
-        in_place: Whether ``own`` may be filled.
+        own: The optimizer's current value.
+        used: Addresses of memory that other tensors are loaded into. Own tensors that are loaded into are added.
+        in_place: Whether ``own`` may be overwritten.
     """
     if not isinstance(record, TensorRecord):
         return record
@@ -432,7 +435,7 @@ def _layout_of(record: TensorRecord, parameter: nn.Parameter, own: Any) -> torch
         return own
     if record.shape and record.shape == tuple(parameter.shape):
         return parameter.detach()
-    if record.shape and isinstance(parameter, DTensor):  # a statistic, as Adafactor's of rows
+    if record.shape and isinstance(parameter, DTensor):  # a statistic, such as Adafactor's row means
         full = torch.empty(record.shape, dtype=record.dtype, device=parameter.to_local().device)
         replicated = [Replicate()] * parameter.device_mesh.ndim
         return DTensor.from_local(full, parameter.device_mesh, replicated, run_check=False)

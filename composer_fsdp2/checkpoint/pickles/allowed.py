@@ -1,6 +1,6 @@
 """The allow-list: every name that a checkpoint's pickle may contain, and its stand-in.
 
-See [Note: hostile pickles] in ``trust.py`` for what may be in these tables.
+See [Note: hostile pickles] in ``trust.py`` for the restrictions on these tables.
 """
 
 import codecs
@@ -27,15 +27,15 @@ from composer_fsdp2.checkpoint.pickles.stand_ins import (
 )
 
 _MAX_DIMS = 64  # NumPy's limit
-_OBJECTS_OF_A_CALL = 64  # beside its arguments, which it copies: a short pickle may have it do so again and again
+_OBJECTS_OF_A_CALL = 64  # besides its arguments, which it copies: a short pickle may call it repeatedly
 _SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset, collections.deque)
 
-# Of the pickle that is being read.
+# The budget of the current pickle.
 budget: contextvars.ContextVar[Budget] = contextvars.ContextVar("budget")
 
 
 class Function:
-    """A function that a pickle may call, so much and no more. An object, whose attributes no pickle can set."""
+    """A function that a pickle may call, with a limited budget. It is an object whose attributes no pickle can set."""
 
     __slots__ = ("_call",)
 
@@ -57,7 +57,7 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> S
     if not isinstance(storage, Storage):
         raise pickle.UnpicklingError("a tensor without a storage")
     if rest and isinstance(rest[-1], dict) and any(value is True for value in rest[-1].values()):
-        # {'conj': True}: the storage has other values than the tensor.
+        # {'conj': True}: the values of the storage are not those of the tensor.
         raise UnsupportedPickleError("holds a tensor saved as a conjugated or negated view, which is not supported")
     dtype = dtype or storage.dtype
     shape, stride = tuple(shape), tuple(stride)
@@ -70,7 +70,7 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> S
     last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     if math.prod(shape) and last >= storage.numel:
         raise pickle.UnpicklingError(f"{described} does not fit its storage of {storage.numel}")
-    # One that repeats its storage (stride 0) may be larger: reading allocates it.
+    # A tensor that repeats its storage (stride 0) may be larger, and reading allocates it.
     num_bytes = math.prod(shape) * dtype.itemsize
     Budget.of(budget.get().where).spend(described, num_bytes=max(0, num_bytes - storage.num_bytes))
     requires_grad = bool(rest and rest[0] is True)
@@ -79,13 +79,13 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> S
 
 @Function
 def _parameter(data: Any, requires_grad: Any = True, *rest: Any) -> Any:
-    """torch._utils._rebuild_parameter: the tensor; an nn.Parameter in a callback's state comes back as a Tensor."""
+    """Replaces torch._utils._rebuild_parameter. Returns the tensor: a callback's nn.Parameter is read as a Tensor."""
     return data
 
 
 @Function
 def _from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    """torch._tensor._rebuild_from_type_v2: a tensor without its attributes, or a wrapper."""
+    """Replaces torch._tensor._rebuild_from_type_v2: a tensor without its attributes, or a wrapper."""
     if function not in (_tensor, _parameter, _wrapper_subclass):
         raise pickle.UnpicklingError(f"a tensor rebuilt by {short(function)}")
     rebuilt = function(*args)
@@ -96,7 +96,7 @@ def _from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
 
 @Function
 def _wrapper_subclass(kind: Any, *args: Any) -> InertObject:
-    """torch._utils._rebuild_wrapper_subclass: a ShardedTensor or DTensor, whose tensors are in its state."""
+    """Replaces torch._utils._rebuild_wrapper_subclass: a ShardedTensor or DTensor, whose state contains its tensors."""
     if not (isinstance(kind, type) and issubclass(kind, InertObject)):
         raise pickle.UnpicklingError(f"a tensor of class {short(kind)}")
     return kind(*args)
@@ -112,7 +112,7 @@ def _encode(text: Any, encoding: Any = "utf-8", *rest: Any) -> bytes:
 
 @Function
 def _bytes(value: Any = b"", *rest: Any) -> bytes:
-    """bytes and bytearray, without those of a length alone: a pickle may not allocate memory."""
+    """Replaces bytes and bytearray. Rejects a length as the argument, because a pickle must not allocate memory."""
     if isinstance(value, str) and rest:
         return _encode(value, *rest)
     if not isinstance(value, bytes | bytearray | list | tuple):
@@ -142,7 +142,7 @@ def _array_from_buffer(data: Any, dtype: Any, shape: Any, order: Any, *rest: Any
 
 
 class Array(InertObject):
-    """A NumPy array between its making and its __setstate__; converted to an array once the whole pickle is read."""
+    """A NumPy array before its ``__setstate__``. It is converted to an array after the pickle is read."""
 
     kind = GlobalName("numpy", "ndarray")
 
@@ -168,7 +168,7 @@ def _scalar(dtype: Any, data: Any) -> Any:
 
 
 class Dtype(InertObject):
-    """numpy.dtype('f8', align, copy) and its __setstate__, which has the byte order, and the unit of times."""
+    """Replaces numpy.dtype('f8', align, copy). Its ``__setstate__`` gets the byte order, and the unit of datetimes."""
 
     kind = GlobalName("numpy", "dtype")
     code: str | None = None
@@ -190,7 +190,7 @@ class Dtype(InertObject):
 
 
 def _unit(state: Any) -> str:
-    """[25s], from the last part of the state of a datetime64's or timedelta64's dtype."""
+    """The unit as [25s], from the last part of the state of a datetime64's or timedelta64's dtype."""
     _, (unit, count, divisor, _) = state
     if unit not in _UNITS or not isinstance(count, int) or divisor != 1:
         raise pickle.UnpicklingError(f"a NumPy time in units of {short(count)} {short(unit)}")
@@ -205,7 +205,7 @@ class NumpyDtypeClass(Dtype):
 
 
 class _Text(str, metaclass=FixedClass):
-    """torch.torch_version.TorchVersion, a str and read as one. A class, because NEWOBJ takes nothing else."""
+    """Replaces torch.torch_version.TorchVersion, a str. A class, because the opcode NEWOBJ accepts nothing else."""
 
     def __new__(cls, text: Any = "") -> Any:
         if not isinstance(text, str):
@@ -214,7 +214,7 @@ class _Text(str, metaclass=FixedClass):
 
 
 class Range(InertObject):
-    """A range before ``Finisher`` builds it: a hostile pickle cannot copy this one into a list."""
+    """A placeholder for a range, until ``Finisher`` creates it. A pickle could copy a real range into a long list."""
 
     kind = GlobalName("builtins", "range")
 
@@ -224,10 +224,10 @@ class Range(InertObject):
 
 @Function
 def _counter(counts: Any = ()) -> collections.Counter[Any]:
-    return collections.Counter(dict(counts))  # of pairs, which Counter itself would count
+    return collections.Counter(dict(counts))  # a list of pairs, which Counter would count instead
 
 
-# Not the classes themselves, whose calls would not be counted.
+# Not the classes themselves, because their calls would not be counted in the budget.
 @Function
 def _default_dict(factory: Any = None, items: Any = ()) -> collections.defaultdict[Any, Any]:
     factory = real_class(factory)
@@ -274,7 +274,7 @@ _CLASSES: dict[Any, type] = {
 
 
 def real_class(value: Any) -> Any:
-    """The class of a stand-in; any other value unchanged."""
+    """The class that a stand-in replaces. Other values are returned unchanged."""
     return _CLASSES.get(value, value) if isinstance(value, GlobalName | Function | type) else value
 
 
@@ -317,7 +317,7 @@ DATA: dict[str, Any] = {
     "numpy._core.numeric._frombuffer": _array_from_buffer,
 }
 
-# Harmless, and nothing that our own checkpoints could contain.
+# Harmless names that our own checkpoints do not contain.
 UNSUPPORTED = {
     "torch._utils._rebuild_sparse_tensor": "a sparse tensor",
     "torch._utils._rebuild_qtensor": "a quantized tensor",

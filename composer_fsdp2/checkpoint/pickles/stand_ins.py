@@ -1,4 +1,4 @@
-"""Stand-ins for the names in a pickle: inert values with the pickle's arguments, which run nothing."""
+"""Stand-ins for classes and functions that a pickle names: inert values that store the arguments and run nothing."""
 
 import collections
 import math
@@ -11,11 +11,11 @@ import torch
 
 
 class UnsupportedPickleError(pickle.UnpicklingError):
-    """A pickle contains something harmless that this package does not handle."""
+    """A pickle contains a value that is harmless but not supported by this package."""
 
 
 class FixedClass(type):
-    """A class that no pickle changes: where one names a class, BUILD sets attributes of the class itself."""
+    """A metaclass whose classes a pickle cannot modify. The opcode BUILD could otherwise set their attributes."""
 
     def __setattr__(cls, name: str, value: Any) -> NoReturn:
         raise pickle.UnpicklingError(f"sets {name} of a class")
@@ -30,7 +30,7 @@ def no_state(self: Any, state: Any) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class GlobalName:
-    """A class or function that a pickle names, and that stays a name."""
+    """A class or function that a pickle names. It is neither imported nor called."""
 
     module: str
     name: str
@@ -41,7 +41,7 @@ class GlobalName:
 
 
 class InertObject(metaclass=FixedClass):
-    """What a pickle would have built by calling ``kind``: the call, and the state it would have set, as data."""
+    """The arguments and the state of an object that a pickle would create by calling ``kind``, as data."""
 
     kind: GlobalName
     state: Any = None
@@ -56,7 +56,7 @@ class InertObject(metaclass=FixedClass):
 
     @property
     def args(self) -> tuple[Any, ...]:
-        """The arguments of the call, and the values added since."""
+        """The arguments of the call, followed by the items that the pickle appended."""
         return tuple(self._args)
 
     @args.setter
@@ -67,7 +67,7 @@ class InertObject(metaclass=FixedClass):
         self.state = state
 
     def field(self, name: str, default: Any = None) -> Any:
-        """An attribute that the object would have, whether its class has a ``__dict__`` or ``__slots__``."""
+        """An attribute of the object that would be created, for classes with a ``__dict__`` or with ``__slots__``."""
         state = self.state
         if isinstance(state, tuple) and len(state) == 2:  # (__dict__ or None, slots)
             state = {**(state[0] or {}), **(state[1] or {})}
@@ -89,7 +89,7 @@ class InertObject(metaclass=FixedClass):
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The bytes behind one or more tensors, by their key in the file that the pickle came from."""
+    """The bytes of one or more tensors, by their key in the file of the pickle."""
 
     key: str
     dtype: torch.dtype
@@ -105,7 +105,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as a pickle describes it: a strided view of a storage (offset and strides in elements)."""
+    """A tensor as a pickle describes it: a strided view of a storage. Offset and strides are in elements."""
 
     storage: Storage
     dtype: torch.dtype
@@ -121,7 +121,7 @@ class StoredTensor:
 
 
 def contains_inert(value: Any) -> bool:
-    """Whether some part of a value is an ``InertObject``."""
+    """Whether a nested value contains an ``InertObject``."""
     if isinstance(value, dict):
         return any(map(contains_inert, value)) or any(map(contains_inert, value.values()))
     if isinstance(value, list | tuple | set | frozenset | collections.deque):
@@ -130,7 +130,7 @@ def contains_inert(value: Any) -> bool:
 
 
 def short(value: Any) -> str:
-    """A value's text for a message; a container's type only, because its text may be endless."""
+    """Format a value for a message. Containers are shown by type only, because their text has no maximum length."""
     if isinstance(value, GlobalName):
         return str(value)[:100]
     return repr(value)[:100] if isinstance(value, str | int | bytes) else f"a {type(value).__name__}"

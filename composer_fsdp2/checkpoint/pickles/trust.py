@@ -1,16 +1,16 @@
-"""Reading pickles without running them: which names a checkpoint may contain, and their stand-ins.
+"""Read pickles without executing them: check their names against the allow-list, and use stand-ins for objects.
 
-A pickle calls whatever it names. torch's own loader of sharded checkpoints unpickles ``.metadata`` and every byte entry
-without a limit (pytorch#189308), so a checkpoint could run anything. Here a name that is not in the tables of
-``allowed.py`` is refused, and most of those that are in them get inert stand-ins: ``GlobalName`` for a class or
-function, ``InertObject`` for the object that it would have made. Only types of plain data (``OrderedDict``,
-``timedelta``, NumPy arrays) are really built, and a class such as ``int`` is itself again in the finished value.
+A pickle can call any function that it names. torch's own loader of sharded checkpoints unpickles ``.metadata`` and
+every bytes entry without restrictions (pytorch#189308), so a checkpoint could execute any code. Here a name that is not
+in the tables of ``allowed.py`` is rejected, and most of those in the tables get inert stand-ins: ``GlobalName`` for a
+class or function, ``InertObject`` for the object that a call would create. Only types of plain data (``OrderedDict``,
+``timedelta``, NumPy arrays) are created. In the finished value a class such as ``int`` is the class itself again.
 
-[Note: hostile pickles] A pickle can also set attributes of what it names (BUILD). So no stand-in can
-be changed for the rest of the process: an immutable type of C, a class of ours that is fixed (``FixedClass``), or a
-value of ours that refuses a state. It can take memory and time without any data; ``scan``, ``Function`` and
-``Finisher`` spend a ``Budget`` before that. It can still make hashing slow or deep (a dict's key of nested tuples),
-which hangs or ends the process, as it does with ``torch.load``.
+[Note: hostile pickles] A pickle can also set attributes of the objects that it names (BUILD). No stand-in may therefore
+be modifiable for the rest of the process: each is an immutable type in C, a class of ours that is fixed
+(``FixedClass``), or a value of ours that rejects a state. A pickle can take memory and time without any data; ``scan``,
+``Function`` and ``Finisher`` spend a ``Budget`` first. It can still make hashing slow or deep (a dict key of nested
+tuples), which hangs or crashes the process, as it does with ``torch.load``.
 """
 
 import collections
@@ -52,14 +52,14 @@ from composer_fsdp2.checkpoint.pickles.stand_ins import (
 )
 from composer_fsdp2.errors import CheckpointError
 
-# What an opcode makes: a byte may make a set of 216 bytes.
+# The size of the object that an opcode creates: a single byte may create a set of 216 bytes.
 _OBJECT_BYTES = {
     b"]": 72, b"}": 80, b"\x8f": 232, b"l": 72, b"d": 250, b"t": 64, b"\x85": 64, b"\x86": 72, b"\x87": 80,
     b"\x91": 232,
     b"N": 8, b"\x88": 8, b"\x89": 8, b")": 8, b"(": 8, b"2": 8,
 }  # fmt: skip
 _MAX_NUMBER_BYTES = 1024  # Python writes no number of more than 4,300 digits
-_TEXT_BYTES = 192  # a text, bytes or number with a length, beside its content; and a turn of the loop below
+_TEXT_BYTES = 192  # a text, bytes or number with a length, without its content; and an iteration of the loop below
 
 # Opcodes by what follows them (pickletools): nothing or a fixed number of bytes; a length; lines of text.
 _FIXED = re.compile(
@@ -74,16 +74,16 @@ _LINES = {**dict.fromkeys((b"I", b"F", b"L", b"S", b"V", b"P", b"g", b"p"), 1), 
 
 
 def scan(data: bytes, at: int, budget: Budget) -> None:
-    """Walk over a pickle's opcodes without carrying them out.
+    """Check a pickle's opcodes without executing them.
 
-    Python below 3.14 makes a table as long as the highest memo number that a pickle names, so ten bytes could allocate
-    32 GiB (CPython issue 115952). No writer numbers more objects than its pickle has bytes. Also refused: a pickle
-    whose many small objects would fill the memory, and extension codes, which import by a number.
+    Rejects a memo number above the number of bytes of the pickle, which no writer needs: Python below 3.14 allocates a
+    table up to the largest memo number, so ten bytes could allocate 32 GiB (CPython issue 115952). Also rejects a
+    pickle whose many small objects would take too much memory, and extension codes, which import by a number.
     """
     memo_number = 0
     while True:
         fixed = _FIXED.match(data, at)
-        assert fixed is not None  # it matches nothing, too
+        assert fixed is not None  # it also matches the empty string
         budget.spend("its many objects", num_bytes=_TEXT_BYTES + _bytes_of_objects(fixed.group()))
         opcode, at = data[fixed.end() : fixed.end() + 1], fixed.end() + 1
         if opcode == b".":
@@ -110,30 +110,31 @@ def scan(data: bytes, at: int, budget: Budget) -> None:
 
 
 def _bytes_of_objects(opcodes: bytes) -> int:
-    """What these make, at most: operands are counted as if they were opcodes."""
-    if len(opcodes) < 16:  # between two texts; most are shorter, and their objects few
+    """An upper bound of the memory of the objects that these opcodes create. Operands are counted as opcodes."""
+    if len(opcodes) < 16:  # between two texts; most are short and create few objects
         return 32 * len(opcodes)
     return sum(num_bytes * opcodes.count(opcode) for opcode, num_bytes in _OBJECT_BYTES.items())
 
 
-_MAX_DEPTH = 200  # what reads the value afterwards recurses
-_LEAVES = frozenset({str, int, float, bool, bytes, type(None), StoredTensor})  # most parts; seen without a call
+_MAX_DEPTH = 200  # readers of the value recurse
+_LEAVES = frozenset({str, int, float, bool, bytes, type(None), StoredTensor})  # most parts; checked without a call
 _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, InertObject)
 
 
 @dataclass(slots=True)
 class Finisher:
-    """Replaces stand-ins by NumPy's arrays and dtypes, ranges and classes; refuses values that are endless to walk.
+    """Replaces stand-ins by NumPy arrays and dtypes, ranges and classes. Rejects values that take too long to traverse.
 
-    Containers are changed in place: one may be in several others. A dozen lists, each twice in the next, are small in a
-    pickle and 4096 lists for a reader that walks through them; so each is walked once here, and its parts are counted.
+    Containers are modified in place, because one may be in several others. A dozen lists, each twice in the next, are
+    small in a pickle, but 4096 lists for a reader that traverses them. Each is therefore traversed once here, and its
+    parts are counted.
     """
 
     budget: Budget
-    # By id: the value (to keep it alive), the new one, the number of its parts, how deep they are nested.
+    # By id: the value (to keep it alive), its replacement, the number of its parts, and their depth.
     _done: dict[int, tuple[Any, Any, int, int]] = field(default_factory=dict)
     _depth: int = 0
-    # Of the value that is being finished, so far.
+    # So far, in the current value.
     _num_parts: int = 0
     _height: int = 0
 
@@ -171,7 +172,7 @@ class Finisher:
         if isinstance(value, set | frozenset):
             self._finish_hashed(value)
         elif isinstance(value, dict):
-            # A pickle may give an OrderedDict attributes; one called `items` would be walked through instead.
+            # A pickle may set attributes of an OrderedDict, such as `items`, which would be called instead.
             getattr(value, "__dict__", {}).clear()
             self._finish_hashed(value)
             for key, part in value.items():
@@ -201,13 +202,13 @@ class Finisher:
         return array.value()
 
     def _finish_range(self, value: Range) -> range:
-        """A range counts as many parts as its numbers, because a reader may copy it into a list."""
+        """Create a range. It counts as as many parts as it has numbers, because a reader may copy it into a list."""
         numbers = value.value()
         self._num_parts += len(numbers[: 1 + int(self.budget.num_objects)])
         return numbers
 
     def _finish_hashed(self, parts: Iterable[Any]) -> None:
-        """Keys and members stay as they are; where one is a value of ours, nothing could look it up."""
+        """Check the keys of a dict and the members of a set. Raises for a stand-in, which could not be replaced."""
         for part in parts:
             if type(part) not in _LEAVES and self.finish(part) is not part:
                 raise UnsupportedPickleError("holds a NumPy value, a range or a class as a key, which is not supported")
@@ -224,12 +225,12 @@ _PYTHON_2_MODULES = ("__builtin__", "copy_reg", "exceptions")
 
 
 class UntrustedError(CheckpointError):
-    """A pickle with a name that is not on the list; it opens with trust=True."""
+    """A pickle contains a name that is not on the allow-list. ``trust=True`` allows it."""
 
 
 @dataclass(slots=True)
 class _Names:
-    """find_class of one pickle: looks a name up, or notes that it is not allowed."""
+    """``find_class`` of one pickle: looks a name up in the allow-list, and records names that are not in it."""
 
     inert: frozenset[str]
     trust: bool
@@ -271,7 +272,7 @@ class _Names:
         raise pickle.UnpicklingError(full)
 
     def _member(self, owner: Any, name: Any) -> Any:
-        """builtins.getattr: how protocol 2 writes a member of an enum, a name, and a class within a class."""
+        """Replaces builtins.getattr, by which protocol 2 pickles members of enums, names, and nested classes."""
         if not (isinstance(owner, type) and issubclass(owner, InertObject)) or not isinstance(name, str):
             raise pickle.UnpicklingError(f"getattr(..., {short(name)})")
         if f"{owner.kind}.{name}" in self.inert:
@@ -279,10 +280,10 @@ class _Names:
         return GlobalName(str(owner.kind), name)
 
     def _load_from_bytes(self, payload: Any) -> Storage:
-        """torch.storage._load_from_bytes: a storage within a plain pickle, in the form of torch.save until 1.6.
+        """Replaces torch.storage._load_from_bytes: a storage within a plain pickle, as torch.save wrote it until 1.6.
 
-        Pickles of a magic number, a version, the writer's integer sizes, the storage and the keys; then the number of
-        elements and the elements.
+        The format is pickles of a magic number, a version, the writer's integer sizes, the storage and the keys; then
+        the number of elements and the elements.
         """
         if not isinstance(payload, bytes):
             raise pickle.UnpicklingError("a storage from something else than bytes")
@@ -319,7 +320,10 @@ class _Unpickler(pickle.Unpickler):
         return self._names.find(module, name)
 
     def persistent_load(self, saved_id: Any) -> Storage:
-        """('storage', class, key, location, numel), as torch.save writes it; until 1.6 with a view, since unused."""
+        """Create a ``Storage`` for ('storage', class, key, location, numel), as torch.save writes it.
+
+        torch until 1.6 appended a view, which must be None.
+        """
         if isinstance(saved_id, tuple) and len(saved_id) == 6 and saved_id[5] is None:
             saved_id = saved_id[:5]
         if not (isinstance(saved_id, tuple) and len(saved_id) == 5 and saved_id[0] == "storage"):
@@ -352,16 +356,17 @@ def read_pickle(
     storages: Callable[[str], int] | None = None,
     disk_bytes: int = 0,
 ) -> Any:
-    """What a pickle describes: plain data, ``StoredTensor`` for tensors, ``InertObject`` for the classes in ``inert``.
+    """Read a pickle as data: plain values, ``StoredTensor`` for tensors, ``InertObject`` for the classes in ``inert``.
 
     Args:
         where: The file (and the entry in it), for messages.
-        trust: Import and call whatever else the pickle names, as ``pickle.load`` would; each is named in a warning.
-        inert: Full names of further classes that may occur; their objects come back as ``InertObject``.
-        storages: The number of bytes that the file has for a storage key, to check against; raises KeyError.
-        disk_bytes: Of what the pickle describes, for its ``Budget``.
+        trust: Import and call all other names in the pickle, as ``pickle.load`` would; a warning lists them.
+        inert: Full names of further classes that are allowed; their objects are returned as ``InertObject``.
+        storages: Returns the number of bytes that the file has for a storage key, to check against; raises KeyError.
+        disk_bytes: The number of bytes on disk that the pickle describes, for its ``Budget``.
     Raises:
-        CheckpointError: the pickle names something else, or is damaged; nothing of it was run. Lists these names.
+        CheckpointError: the pickle contains a name that is not allowed, or is damaged. Lists these names. Nothing in
+            the pickle was executed.
     """
     names = _Names(inert, trust, where)
     token = budget.set(Budget.of(where, disk_bytes + len(data), more_objects=_OBJECTS_PER_BYTE * len(data)))
@@ -370,7 +375,7 @@ def read_pickle(
         return Finisher(budget.get()).finish(value)
     except OverBudgetError:
         raise
-    except Exception as error:  # a damaged pickle raises anything
+    except Exception as error:  # a damaged pickle may raise any exception
         if names.refused:
             raise UntrustedError(
                 f"{where}: the pickle names {', '.join(dict.fromkeys(names.refused))}, which could run anything, and "

@@ -1,1 +1,1 @@
-"""A sharded state as one file that ``torch.load`` reads, written by all ranks together."""
+"""Save a sharded state as one file that ``torch.load`` reads. All ranks take part."""

@@ -1,8 +1,8 @@
-"""A sharded state as one file: all ranks send slices of their shards to rank 0, in rounds, and rank 0 writes them.
+"""Save a sharded state as one file: all ranks send slices of their shards to rank 0, in rounds, and rank 0 writes them.
 
-See [Note: rounds] in rounds.py. In each round a rank that waits for rank 0 waits for one write, whatever the size of
-the file, and no watchdog ends the job; and no message is between two ranks alone, for which NCCL would create a
-communicator for each of them.
+See [Note: rounds] in rounds.py. In a round a rank waits for at most one write of rank 0, for any size of the file, so
+no watchdog times out. All communication is by collectives, because NCCL would create a communicator for each pair of
+ranks that exchange messages.
 """
 
 import contextlib
@@ -40,15 +40,15 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# So often the disk is waited for, or the last wait would be for all of the file.
+# The number of bytes after which the file is synced; otherwise the last sync would wait for the entire file.
 _SYNC_BYTES = 1 << 30
 
 
 class FirstError:
-    """This rank's first error, stored until all ranks gather it, because the others continue meanwhile.
+    """The first error of this rank, stored until all ranks gather their errors. Until then all ranks continue.
 
     Attributes:
-        text: Of the error; None without one.
+        text: The text of the error; None if there was none.
     """
 
     def __init__(self) -> None:
@@ -61,13 +61,13 @@ class FirstError:
                 return work()
             except OSError as error:
                 self.text = error.strerror or str(error)
-            except Exception as error:  # pickling runs the user's code; memory
+            except Exception as error:  # pickling runs the user's code; memory may be exhausted
                 self.text = f"{type(error).__name__}: {error}"
         return None
 
 
 def require_plain_bytes(tensor: torch.Tensor) -> None:
-    """Raise for a tensor whose values are not its elements' bytes in rows: sparse, quantized, nested, on ``meta``."""
+    """Raise for a tensor that is not stored as one element after another: sparse, quantized, nested, or on ``meta``."""
     local = local_tensor(tensor)
     if local.layout is not torch.strided or local.is_quantized or local.is_nested or local.is_meta:
         what = "quantized" if local.is_quantized else "nested" if local.is_nested else str(local.layout)
@@ -75,7 +75,7 @@ def require_plain_bytes(tensor: torch.Tensor) -> None:
 
 
 class StagedFile:
-    """What rank 0 writes, beside its place.
+    """The file that rank 0 writes, next to its destination until it is complete.
 
     Attributes:
         plain: The tensors in the state that are not DTensors.
@@ -84,7 +84,7 @@ class StagedFile:
     def __init__(self, path: Path, state: Any, shards: Sequence[DTensor]) -> None:
         self.path = path
         self.plain: list[torch.Tensor] = []
-        self._slots: list[Slot | None] = [None] * len(shards)  # by the tensor's number: shards, then plain ones
+        self._slots: list[Slot | None] = [None] * len(shards)  # by the tensor's index: shards, then plain tensors
         self._numbers = {id(shard): number for number, shard in enumerate(shards)}
         self._unsynced_bytes = 0
         self._plan = plan_archive(state, slot_for=self._slot_for)
@@ -114,7 +114,7 @@ class StagedFile:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.plain)
 
     def add(self, pieces: Sequence[tuple[Piece, torch.Tensor]]) -> None:
-        """Write pieces of the tensors: their bytes, in host memory."""
+        """Write pieces of the tensors. Their bytes are in host memory."""
         for piece, tensor in pieces:
             slot, data, at = self._slots[piece.number], bytes_of(tensor), 0
             assert slot is not None
@@ -127,7 +127,7 @@ class StagedFile:
             self._unsynced_bytes = 0
 
     def publish(self, crcs: Sequence[int]) -> None:
-        """Rename the complete file.
+        """Complete the file and rename it to its destination.
 
         Args:
             crcs: The CRC32 of each tensor.
@@ -138,36 +138,36 @@ class StagedFile:
         os.replace(self._staged, self.path)
         try:
             sync_folder(self.path.parent)
-        except OSError as error:  # the file is complete, and has its name
+        except OSError as error:  # the file is complete and renamed
             log.warning("%s is written, but a power cut may still undo its name: %s", self.path, error)
 
     def leave_nothing(self) -> None:
         """Remove the file if it was never published."""
-        with contextlib.suppress(OSError):  # the error is raised already
+        with contextlib.suppress(OSError):  # the error has already been raised
             self._file.close()
         with contextlib.suppress(OSError):
             self._staged.unlink(missing_ok=True)
 
 
 def save_monolithic(state: Any, path: str | Path, *, group: dist.ProcessGroup | None = None) -> None:
-    """Write ``state`` as ``torch.save`` would write it with every DTensor unsharded, replacing ``path`` at the end.
+    """Write ``state`` as ``torch.save`` would write it with every DTensor unsharded. Replaces ``path`` at the end.
 
-    Rank 0 writes beside ``path`` and renames. Beyond the state, rank 0 needs host memory for two rounds: of
-    16 MiB a rank, of 128 MiB from 8 ranks on; and for 64 MiB of its own shards, if they are on a device. Every other
-    rank needs it for a slice, which is its share of a round, and where its shard is not contiguous for a copy of that.
-    Where the group cannot send from the host's memory (NCCL), all need device memory for one round.
+    Rank 0 writes a file next to ``path`` and renames it. In addition to the state, rank 0 needs host memory for two
+    rounds (a round has 16 MiB per rank, at most 128 MiB), and for 64 MiB of its own shards if they are on a device.
+    Every other rank needs host memory for its slice of a round, and for a copy of its shard's part of that if the shard
+    is not contiguous. If the group cannot send from host memory (NCCL), each rank needs device memory for one round.
 
     Args:
-        state: Nested dicts, lists and tuples; the same DTensors in the same order on all ranks. All other values, plain
-            tensors too, are rank 0's.
+        state: Nested dicts, lists and tuples, with the same DTensors in the same order on all ranks. Of all other
+            values, including plain tensors, rank 0's are saved.
         path: On rank 0's file system.
-        group: Of all ranks; None is the default group. Its collectives must be free for the length of the call.
+        group: A process group of all ranks; None means the default group. No other thread may use it during the call.
     Raises:
-        CheckpointError: on all ranks: the file cannot be written, a rank cannot read its shards, or ranks have
-            different tensors, or not all of one. Nothing is left of it then, and an existing file is unchanged.
+        CheckpointError: on all ranks: the file cannot be written, a rank cannot read its shards, ranks have different
+            tensors, or no rank has some part of a tensor. No file is left behind, and an existing one is unchanged.
 
-    Called on all ranks. Gathers the ranks' boxes of each tensor; then a gather (an all-gather, if the group cannot send
-    from the host's memory) for each round, and one of the CRC32s; and four times the ranks' errors.
+    Called on all ranks. Gathers the ranks' boxes of each tensor. One gather per round (an all-gather if the group
+    cannot send from host memory), one of the CRC32s, and four of the ranks' errors.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 2))
@@ -202,7 +202,7 @@ def save_monolithic(state: Any, path: str | Path, *, group: dist.ProcessGroup | 
 
 
 def _dtensors(state: Any) -> list[tuple[str, DTensor]]:
-    """Every DTensor in a nested value once, by the name of its first place."""
+    """Every DTensor in a nested value once, by the path of its first occurrence."""
     found: dict[int, tuple[str, DTensor]] = {}
     for path, value in leaves(state):
         if isinstance(value, DTensor):
@@ -215,10 +215,10 @@ def _dtensors(state: Any) -> list[tuple[str, DTensor]]:
 
 
 def _routes(named: Sequence[tuple[str, DTensor]], path: str | Path, group: dist.ProcessGroup | None) -> Routes:
-    """Called on all ranks; gathers four bytes for each tensor, and each part that differs from others.
+    """Compute what each rank sends. Called on all ranks; gathers four bytes per tensor, and each part that differs.
 
     Raises:
-        CheckpointError: on all ranks, if they have different tensors, or not all of one.
+        CheckpointError: on all ranks, if they have different tensors, or no rank has some part of a tensor.
     """
     described = [f"{name} {tuple(shard.shape)} {shard.dtype}" for name, shard in named]
     digest = hashlib.sha256(
@@ -238,9 +238,9 @@ def _routes(named: Sequence[tuple[str, DTensor]], path: str | Path, group: dist.
 
 
 def _own_parts(shards: Sequence[DTensor], writer: int) -> list[Box | None]:
-    """This rank's part of each tensor; None where the tensor's mesh is without the rank that writes.
+    """This rank's part of each tensor; None if the tensor's mesh does not contain the rank that writes.
 
-    Groups of ranks that train separately have different values; the file gets those of that rank's group.
+    If groups of ranks train separately, their values differ. The values of the writing rank's group are saved.
     """
     boxes = [LocalBox.of(shard) if bool((shard.device_mesh.mesh == writer).any()) else None for shard in shards]
     parts = [None if box is None else Box(box.offsets, box.sizes) for box in boxes]
@@ -249,7 +249,7 @@ def _own_parts(shards: Sequence[DTensor], writer: int) -> list[Box | None]:
 
 
 def _first_difference(described: Sequence[Sequence[str]]) -> str:
-    """The first difference between rank 0's tensors and another rank's, as text."""
+    """Describe the first difference between rank 0's tensors and another rank's."""
     rank, of_rank = next((rank, of_rank) for rank, of_rank in enumerate(described) if of_rank != described[0])
     for ours, theirs in zip(described[0], of_rank, strict=False):
         if ours != theirs:
@@ -262,9 +262,9 @@ def _first_difference(described: Sequence[Sequence[str]]) -> str:
 
 
 class _ShardReader:
-    """The bytes of this rank's shards, and of rank 0's plain tensors; and what they add to the tensors' CRC32s.
+    """Reads the bytes of this rank's shards (and of rank 0's plain tensors), and computes their parts of the CRC32s.
 
-    A CRC32 is computed on the owner rank: it covers the transfer to the file, and no rank computes all of them.
+    A CRC32 is computed on the rank that owns the bytes. It therefore covers the transfer, and the work is distributed.
     """
 
     def __init__(self, shards: Sequence[DTensor], plain: Sequence[torch.Tensor]) -> None:
@@ -279,7 +279,7 @@ class _ShardReader:
             yield Piece(number, full, 0, tensor.numel() * tensor.element_size())
 
     def read(self, pieces: Iterable[Piece]) -> Iterator[torch.Tensor]:
-        """Each piece in host memory, a uint8 tensor of one dimension. A piece is read once."""
+        """Copy each piece to host memory as a 1D uint8 tensor. Each piece must be read once only."""
         for piece in pieces:
             tensor = self.tensors[piece.number]
             found = self._bytes_of(piece.number)[piece.start : piece.end].cpu()
@@ -299,7 +299,7 @@ class _ShardReader:
 
 @dataclass(slots=True)
 class _Rounds:
-    """All rounds, as one rank takes part in them. Everything is allocated here."""
+    """The rounds of a save on one rank. All memory is allocated here."""
 
     source: _ShardReader
     routes: Routes
@@ -317,10 +317,10 @@ class _Rounds:
         num_bytes = [sizes[rank]] if rank else [_memory_bytes(sizes, self.group)] * 2
         self.memories = [_host_memory(size, self.group) for size in num_bytes]
         self.writer = ThreadPoolExecutor(1, threading.current_thread().name)
-        self.writer.submit(int).result()  # its thread runs
+        self.writer.submit(int).result()  # the writer's thread runs
 
     def send(self) -> None:
-        """Send all that this rank has to rank 0."""
+        """Send all pieces of this rank to rank 0, round by round. Called on all ranks except rank 0."""
         [memory], rank = self.memories, dist.get_rank(self.group)
         mine = cut(self.routes.pieces(rank), self.timetable.slice_bytes)
         for number in range(self.timetable.num_rounds):
@@ -336,7 +336,7 @@ class _Rounds:
             at += len(data)
 
     def receive(self, file: StagedFile) -> None:
-        """Write all that the ranks have to the file: on rank 0."""
+        """Receive all ranks' pieces and write them to the file. Called on rank 0."""
         routes, timetable = self.routes, self.timetable
         own = cut(itertools.chain(routes.pieces(0), self.source.plain_pieces()), timetable.own_slice_bytes)
         others = [cut(routes.pieces(rank), timetable.slice_bytes) for rank in range(1, routes.num_ranks)]
@@ -361,10 +361,10 @@ def _exchange(memory: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGro
     """One round. Called on all ranks.
 
     Args:
-        memory: What this rank sends; on rank 0, ``_memory_bytes`` for what comes.
-        sizes: What each rank sends.
+        memory: The bytes that this rank sends; on rank 0, the ``_memory_bytes`` to receive into.
+        sizes: The number of bytes that each rank sends.
     Returns:
-        On rank 0, what each other rank sent.
+        On rank 0, the bytes that each other rank sent.
     """
     if len(sizes) == 1:
         return []
@@ -372,7 +372,7 @@ def _exchange(memory: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGro
 
 
 def _from_hosts(memory: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """Each rank sends to rank 0. gloo's gather would be the same, but for two copies of everything in its memory."""
+    """Each rank sends to rank 0. gloo's gather does the same, but makes two copies of the data in rank 0's memory."""
     if dist.get_rank(group) != 0:
         dist.send(memory, group=group, group_dst=0)
         return []
@@ -385,7 +385,7 @@ def _from_hosts(memory: torch.Tensor, sizes: Sequence[int], group: dist.ProcessG
 
 
 def _from_devices(memory: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """All ranks gather: the connections are those of training, not one from each rank to rank 0."""
+    """All-gather on the devices. This uses the existing connections of training, not one from each rank to rank 0."""
     is_writer, size = dist.get_rank(group) == 0, max(sizes)
     own = torch.empty(size, dtype=torch.uint8, device=device_of_group(group))
     gathered = own.new_empty(len(sizes) * size)
@@ -400,7 +400,7 @@ def _from_devices(memory: torch.Tensor, sizes: Sequence[int], group: dist.Proces
 
 
 def _memory_bytes(sizes: Sequence[int], group: dist.ProcessGroup | None) -> int:
-    """What rank 0 needs for a round in which the ranks send so much."""
+    """The memory that rank 0 needs for a round in which the ranks send ``sizes``."""
     return sum(sizes) if sends_from_host(group) else len(sizes) * max(sizes)
 
 
@@ -409,7 +409,7 @@ def _host_memory(num_bytes: int, group: dist.ProcessGroup | None) -> torch.Tenso
 
 
 def _all_crcs(source: _ShardReader, num_shards: int, group: dist.ProcessGroup | None) -> list[int]:
-    """The CRC32 of each of ``source``'s tensors, on rank 0. Called on all ranks; gathers 8 bytes for each and rank."""
+    """The CRC32 of each tensor, on rank 0. Called on all ranks; gathers 8 bytes per tensor and rank."""
     own = torch.tensor(source.crcs[:num_shards], dtype=torch.int64, device=device_of_group(group))
     of_ranks = own.new_empty(dist.get_world_size(group) * num_shards)
     all_gather_single(of_ranks, own, group)
@@ -418,7 +418,7 @@ def _all_crcs(source: _ShardReader, num_shards: int, group: dist.ProcessGroup | 
 
 
 def _require_none(errors: FirstError, path: str | Path, group: dist.ProcessGroup | None) -> None:
-    """Raise on all ranks what one could not do. Called on all ranks; gathers a few bytes from each."""
+    """Raise on all ranks if one has an error. Called on all ranks; gathers a few bytes from each."""
     for rank, text in enumerate(all_gather_object(errors.text, group)):
         if text is not None:
             who = f"rank {rank}: " if rank else ""

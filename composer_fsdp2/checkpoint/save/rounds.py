@@ -1,7 +1,7 @@
-"""Which bytes of a sharded state go to rank 0, from whom and in which order; the same on all ranks, as plain numbers.
+"""Which bytes of a sharded state each rank sends to rank 0, and in which order. Equal on all ranks.
 
-[Note: rounds] Every rank sends a slice in every round: all ranks are in the same few collectives, whatever the number
-of tensors and their sharding. Replicas share the bytes that they have in common, unless rank 0 is one of them: it
+[Note: rounds] Every rank sends a slice in every round, so all ranks run the same few collectives, for any number of
+tensors and any sharding. Replicas divide the bytes that they have in common, unless rank 0 is one of them: rank 0
 writes its own shards from its own memory. A slice may end within a tensor.
 """
 
@@ -13,20 +13,20 @@ from typing import TypeAlias
 
 from composer_fsdp2.checkpoint.boxes import Box, row_major
 
-# What all ranks send in a round, and what one of them sends, at most.
+# The maximum number of bytes of a round: of all ranks, and of one rank.
 ROUND_BYTES = 128 << 20
 SLICE_BYTES = 16 << 20
-# What rank 0 writes from its own memory in a round.
+# The number of bytes that rank 0 writes from its own memory in a round.
 OWN_SLICE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some bytes of a rank's part of a tensor.
+    """A range of bytes of a rank's part of a tensor.
 
     Args:
-        number: The tensor's.
-        start, end: Which bytes of the part, in row-major order.
+        number: The index of the tensor.
+        start, end: The range in the part, in row-major order.
     """
 
     number: int
@@ -39,8 +39,8 @@ class Piece:
         return self.end - self.start
 
     def runs(self, shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:
-        """The runs of these bytes in the full tensor of this shape: (first byte, number of bytes), in their order."""
-        # The last dimension counts bytes. Trailing ones that the part covers make one run with the one before them.
+        """The ranges of these bytes in the full tensor of this shape, in order: (first byte, number of bytes)."""
+        # The last dimension is in bytes. Trailing dimensions that the part covers are merged with the previous one.
         full = (*shape[:-1], shape[-1] * itemsize) if shape else (itemsize,)
         sizes = (*self.box.sizes[:-1], self.box.sizes[-1] * itemsize) if shape else (itemsize,)
         offsets = (*self.box.offsets[:-1], self.box.offsets[-1] * itemsize) if shape else (0,)
@@ -62,16 +62,16 @@ class Piece:
 
 
 class Routes:
-    """What each rank sends.
+    """The bytes that each rank sends.
 
     Args:
-        parts: Of each rank: its part of each tensor; None if it has none for rank 0's file.
-        itemsizes: Of each tensor, bytes an element.
+        parts: For each rank, its part of each tensor; None if the rank sends none of the tensor.
+        itemsizes: For each tensor, the number of bytes of an element.
     """
 
     def __init__(self, parts: Sequence[Sequence[Box | None]], itemsizes: Sequence[int]) -> None:
         self.num_ranks = len(parts)
-        known: dict[tuple[Box | None, ...], _Senders] = {}  # tensors that are split alike have the same
+        known: dict[tuple[Box | None, ...], _Senders] = {}  # equal for tensors that are sharded in the same way
         for boxes in dict.fromkeys(zip(*parts, strict=True)):
             known[boxes] = _senders(boxes)
         self._tensors = [
@@ -79,14 +79,14 @@ class Routes:
         ]
 
     def incomplete(self, shapes: Sequence[Sequence[int]]) -> int | None:
-        """The number of the first tensor that has an element on no rank; None without one."""
+        """The index of the first tensor that has an element on no rank; None if there is none."""
         for number, ((senders, _), shape) in enumerate(zip(self._tensors, shapes, strict=True)):
             if sum(part.numel for part in {part for part, _, _ in senders.values()}) != math.prod(shape):
                 return number
         return None
 
     def pieces(self, rank: int) -> Iterator[Piece]:
-        """What a rank sends, in order; rank 0's are its own to write."""
+        """The pieces that a rank sends, in order. Rank 0 writes its own."""
         for number, (senders, itemsize) in enumerate(self._tensors):
             if rank in senders:
                 part, place, num_places = senders[rank]
@@ -105,12 +105,12 @@ class Routes:
         return totals
 
 
-# By rank: which part it has, and its place among how many that share this part.
+# By rank: its part, its index among the replicas of this part, and their number.
 _Senders: TypeAlias = dict[int, tuple[Box, int, int]]
 
 
 def _share(box: Box, place: int, num_places: int, itemsize: int) -> tuple[int, int]:
-    """Which of a box's bytes are for one of several ranks: (first, end)."""
+    """The range of a box's bytes that one of several replicas sends: (first, end)."""
     num_bytes = box.numel * itemsize
     return num_bytes * place // num_places, num_bytes * (place + 1) // num_places
 
@@ -126,7 +126,7 @@ def _senders(parts: Sequence[Box | None]) -> _Senders:
 
 
 def cut(pieces: Iterator[Piece], num_bytes: int) -> Iterator[list[Piece]]:
-    """The pieces cut into groups of ``num_bytes``, one for each round; the last one may have fewer."""
+    """Cut the pieces into groups of ``num_bytes``, one for each round. The last group may have fewer bytes."""
     group: list[Piece] = []
     room = num_bytes
     for piece in pieces:
@@ -144,14 +144,14 @@ def cut(pieces: Iterator[Piece], num_bytes: int) -> Iterator[list[Piece]]:
 
 
 class Timetable:
-    """How much travels in each round.
+    """The number of bytes in each round.
 
     Args:
-        plain_bytes: What rank 0 writes besides.
+        plain_bytes: The bytes of plain tensors, which rank 0 writes in addition.
     Attributes:
-        slice_bytes: What a rank sends in a round, until its last.
-        own_slice_bytes: What rank 0 writes from its own memory in a round.
-        num_rounds: Until everything is written.
+        slice_bytes: The bytes that a rank sends in each round but its last.
+        own_slice_bytes: The bytes that rank 0 writes from its own memory in each round.
+        num_rounds: The number of rounds until all bytes are written.
     """
 
     def __init__(self, routes: Routes, plain_bytes: int) -> None:
@@ -162,9 +162,9 @@ class Timetable:
         self.num_rounds = max(of_others, -(-(self._num_bytes[0] + plain_bytes) // self.own_slice_bytes))
 
     def sizes(self, number: int) -> list[int]:
-        """What each rank sends in a round: a byte, where it has nothing left; rank 0 nothing.
+        """The number of bytes that each rank sends in a round: one if it has no more bytes, and zero for rank 0.
 
-        So no rank waits for more than one round's write.
+        Every rank thus takes part in every round, and waits for at most one write.
         """
         left = (num_bytes - number * self.slice_bytes for num_bytes in self._num_bytes[1:])
         return [0, *(max(1, min(self.slice_bytes, num_bytes)) for num_bytes in left)]

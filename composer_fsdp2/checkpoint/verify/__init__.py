@@ -1,1 +1,1 @@
-"""Damage of a checkpoint, and differences from another one."""
+"""Detect damage of a checkpoint, and compare it with another one."""

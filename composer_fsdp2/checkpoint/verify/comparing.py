@@ -1,7 +1,8 @@
-"""Two checkpoints of any layouts, entry by entry: what one has and the other has not, and what differs.
+"""Compare two checkpoints of any layouts, entry by entry.
 
-Layouts cut a state dict up differently: torch 2.4 makes an entry of every leaf, torch 2.3 of ``state.callbacks``, a
-monolithic file has one pickle. So both sides are flattened to their leaves first, which drops empty dicts and lists.
+Layouts divide a state dict differently: torch 2.4 makes an entry of every leaf, torch 2.3 one of ``state.callbacks``,
+and a monolithic file has one pickle. Both sides are therefore flattened to their leaves first, which drops empty dicts
+and lists.
 """
 
 import collections
@@ -31,15 +32,15 @@ _TRAINED = (tuple(map(str, MODEL)), tuple(map(str, OPTIMIZERS)))
 
 @dataclass(slots=True, kw_only=True)
 class Comparison:
-    """Every difference of ``found`` from ``expected``; ``run`` finds them.
+    """Compares ``found`` with ``expected``. ``run`` executes it.
 
     Tensors are read a few MiB at a time and compared bit for bit, or within ``atol + rtol * abs(expected)``.
 
     Args:
-        advance: Called with the number of bytes read since.
+        advance: Called with the number of bytes read since the previous call.
     Attributes:
         faults: The differences, those of weights and optimizers first.
-        bookkeeping: Differences that two equal runs have: of clocks, paths and names of runs.
+        bookkeeping: Differences that two equal runs have: times, paths and names of runs.
         notes: Entries that were not compared, as text.
     """
 
@@ -54,7 +55,7 @@ class Comparison:
     _buffers: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Raises CheckpointError: an entry that is no tensor needs trust."""
+        """Execute the comparison. Raises CheckpointError if an entry that is not a tensor requires trust."""
         mine, other = map(self._leaves, self._comparable())
         sections = dict.fromkeys(map(_section, (*mine, *other)))
         for section in sorted(sections, key=lambda each: _TRAINED.index(each) if each in _TRAINED else len(_TRAINED)):
@@ -92,7 +93,7 @@ class Comparison:
         return pair
 
     def _leaves(self, inventory: CheckpointInventory) -> dict[_Key, Any]:
-        """All leaves, tensors as TensorRecords; numbers of lists and parameters are text here, as in DCP's keys."""
+        """All leaves. Tensors are TensorRecords. List indices and parameter positions are text, as in DCP's keys."""
         found: dict[_Key, Any] = {}
 
         def add(key: _Key, value: Any) -> None:
@@ -147,7 +148,7 @@ class Comparison:
             self._differ(key, "equal values", f"{num_different} of {mine.numel} elements differ{farthest}")
 
     def _buffer(self, side: int, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
-        """A tensor of this shape, in memory that is used again and again."""
+        """A tensor of this shape in reused memory."""
         numel = math.prod(sizes)
         buffer = self._buffers.get((side, dtype))
         if buffer is None or buffer.numel() < numel:
@@ -158,7 +159,7 @@ class Comparison:
         if isinstance(mine, float | int) and isinstance(other, float | int):
             if mine == other or (mine != mine and other != other):
                 return True
-            with contextlib.suppress(OverflowError):  # an int that is no float
+            with contextlib.suppress(OverflowError):  # an int that a float cannot represent
                 return bool(abs(mine - other) <= self.atol + self.rtol * abs(other))
             return False
         if hasattr(mine, "dtype") and hasattr(other, "dtype"):  # NumPy's
@@ -167,14 +168,14 @@ class Comparison:
 
 
 def _parts(value: Any) -> Parts:
-    """Also those of an object that a pickle would have built."""
+    """The children of a value, including those of an object that a pickle would create."""
     if isinstance(value, InertObject):
         return {"class": str(value.kind), "args": value.args, "state": value.state}.items()
     return enumerate(value) if isinstance(value, collections.deque) else parts_of(value)
 
 
 def _key(path: Iterable[str | int]) -> _Key:
-    """A path with the names of parameters as the model has them without wrappers."""
+    """A path with the canonical names of parameters, without wrappers' prefixes."""
     parts = tuple(map(str, path))
     if parts[:2] == MODEL and len(parts) > 2:
         return (*parts[:2], canonical(".".join(parts[2:])))
@@ -184,7 +185,7 @@ def _key(path: Iterable[str | int]) -> _Key:
 
 
 def _is_bookkeeping(key: _Key) -> bool:
-    """Whether two runs that train the same have other values here: wall-clock times, paths, names, the machine."""
+    """Whether equal runs have different values here: wall-clock times, paths, names of runs, the machine."""
     return (
         key[:2] in (("state", "run_name"), ("state", "metadata"))
         or key[-1].endswith("_wct")
@@ -198,7 +199,7 @@ def _section(key: _Key) -> _Key:
 
 
 def _distances(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> torch.Tensor:
-    """Of the elements that differ: the absolute differences; -1 for a dtype without numbers."""
+    """The absolute differences of the elements that differ; -1 for a dtype without subtraction."""
     a, b = a.reshape(-1), b.reshape(-1)
     is_exact = a.dtype == b.dtype and not rtol and not atol
     if a.dtype == b.dtype:
@@ -215,7 +216,7 @@ def _distances(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> to
     distances = (a - b).abs()
     if not is_exact:
         distances = distances[~torch.isclose(a, b, rtol=rtol, atol=atol, equal_nan=True)]
-    # Between infinities, and from a NaN, the distance is not a number; it counts as the largest.
+    # The distance between infinities, or from NaN, is NaN. It counts as the largest.
     return distances.nan_to_num(nan=math.inf, posinf=math.inf)
 
 
@@ -236,7 +237,7 @@ def _described(value: Any) -> str:
 
 
 def _filtered(inventory: CheckpointInventory, prefix: EntryPath, *, keeps: bool) -> CheckpointInventory:
-    """Only the entries below a path, or only the others."""
+    """Return the inventory with only the entries below a path, or only the others."""
 
     def filtered(entries: Mapping[EntryPath, Any]) -> dict[EntryPath, Any]:
         return {path: entry for path, entry in entries.items() if (path[: len(prefix)] == prefix) == keeps}

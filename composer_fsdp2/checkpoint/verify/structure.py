@@ -1,4 +1,4 @@
-"""Whether a checkpoint's files, offsets, headers and metadata agree with each other; no tensor data is read."""
+"""Check that a checkpoint's files, offsets, headers and metadata agree with each other. Does not read tensor data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ _ZIP_MAGIC = b"PK\x03\x04"
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """An archive within a file, as ``.metadata`` names it; a chunk of a tensor, or an object."""
+    """An archive within a file that ``.metadata`` lists: a chunk of a tensor, or an object."""
 
     entry: NestedArchive
     name: str
@@ -35,7 +35,7 @@ def _entry(file: Path, offset: int, num_bytes: int) -> NestedArchive:
 
 
 class _Everything(frozenset[str]):
-    """All names: whatever a pickle names stays a name. Structure needs no values, so nothing needs trust."""
+    """Makes every name in a pickle inert. The structure can be checked without values, and therefore without trust."""
 
     def __contains__(self, name: object) -> bool:
         return True
@@ -43,12 +43,12 @@ class _Everything(frozenset[str]):
 
 @dataclass(slots=True)
 class Structure:
-    """One pass over a checkpoint's structure.
+    """A check of a checkpoint's structure.
 
     Args:
-        faults: What contradicts something else.
+        faults: The contradictions that were found.
         unchecked: Parts that could not be checked, as text.
-        records: Everything whose content can be checked, with whose it is.
+        records: The records whose contents can be checked, and the tensors or entries to which they belong.
     """
 
     faults: list[Fault] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Structure:
         self.faults.append(Fault(kind=FaultKind.STRUCTURE, file=file, name=name, expected=expected, found=found))
 
     def look_at(self, inventory: CheckpointInventory | None, located: Path) -> None:
-        """Look at every file, and note what can be read of it."""
+        """Check every file, and collect the records in it."""
         if inventory is None:
             files = [located] if located.is_file() else _files_in(located)
             named: dict[Path, list[_Named]] = {}
@@ -82,11 +82,11 @@ class Structure:
     def _look_at_file(
         self, file: Path, named: Mapping[Path, list[_Named]], inventory: CheckpointInventory | None
     ) -> bool:
-        """False where nothing in a file can be checked."""
+        """Check one file. Returns False if nothing in it can be checked."""
         size = file.stat().st_size
         if file in named:
             self._entries(file, size, named[file])
-        elif any(layout.holds_entries(file) for layout in LAYOUTS):  # also one that was named without its folder
+        elif any(layout.holds_entries(file) for layout in LAYOUTS):  # also a file that was passed without its folder
             if inventory is not None:
                 self.fault(file, "", "no such file (.metadata does not name it)", f"{size} bytes")
             self._unnamed(file, 0, size, is_fault=False)
@@ -108,7 +108,7 @@ class Structure:
                     self._owners.setdefault((blob.path, blob.offset), []).append(record.name)
 
     def _entries(self, file: Path, size: int, named: list[_Named]) -> None:
-        """A file of a DCP directory: its entries, and the bytes between them."""
+        """Check a file of a DCP folder: its entries, and the bytes between them."""
         at = 0
         for one in sorted(named, key=lambda one: one.entry.offset):
             if one.entry.offset > at:
@@ -119,11 +119,11 @@ class Structure:
             self._unnamed(file, at, size, is_fault=True)
 
     def _unnamed(self, file: Path, start: int, end: int, *, is_fault: bool) -> None:
-        """Bytes that no metadata speaks of: perhaps archives, whose content can be checked all the same."""
+        """Check bytes that the metadata does not list. If they are archives, their contents can still be checked."""
         archives, rest = _archives_between(file, start, end)
         for entry in archives:
             value = self._archive(_Named(entry, f"the entry at byte {entry.offset}"), is_named=False)
-            # A DTensor's empty part, of a rank beyond the last row, is written and has no chunk.
+            # DTensor writes the empty shard of a rank beyond the last row, without a chunk.
             is_empty = isinstance(value, StoredTensor) and 0 in value.shape
             if is_fault and not is_empty:
                 found = f"{entry.num_bytes} bytes, an archive of {_described(value)}"
@@ -132,10 +132,10 @@ class Structure:
             self.fault(file, f"byte {start}", "an entry", f"{rest} bytes that are no archive (truncated?)")
 
     def _archive(self, one: _Named, *, is_named: bool = True) -> Any:
-        """Note the records of an archive, and compare its pickle with its records and with the metadata.
+        """Collect the records of an archive, and compare its pickle with its records and with the metadata.
 
         Returns:
-            The value of the pickle, every class inert; an error if it cannot be read.
+            The value of the pickle with inert classes; an error if it cannot be read.
         """
         entry = one.entry
         try:
@@ -175,7 +175,7 @@ def _named_entries(inventory: CheckpointInventory) -> dict[Path, list[_Named]]:
             if isinstance(chunk.source, NestedArchive):
                 name = record.name if len(record.chunks) == 1 else f"{record.name} at {chunk.offsets}"
                 named.setdefault(chunk.source.path, []).append(_Named(chunk.source, name, chunk, record.dtype))
-    # Empty dicts share one entry, their list.
+    # All empty dicts share one entry, which lists them.
     objects = {entry.source: entry.name for entry in reversed(inventory.objects.values()) if entry.source is not None}
     for source, name in objects.items():
         named.setdefault(source.path, []).append(_Named(source, name))
@@ -183,15 +183,15 @@ def _named_entries(inventory: CheckpointInventory) -> dict[Path, list[_Named]]:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """All files below a folder, without links that lead out of it."""
+    """All files below a folder, excluding links that lead out of it."""
     root = folder.resolve()
     return [f for f in sorted(folder.rglob("*")) if f.is_file() and f.resolve().is_relative_to(root)]
 
 
 def _skeleton(archive: Archive) -> tuple[Any, set[str]]:
-    """The value of an archive's pickle with every class inert, and the records that it does not use.
+    """The value of an archive's pickle with inert classes, and the records that it does not use.
 
-    An error where it cannot be read, and None where its bytes are damaged, which is reported as that.
+    An error if it cannot be read. None if its bytes are damaged, which is reported separately.
     """
     used = set()
 
@@ -217,9 +217,10 @@ def _described(value: Any) -> str:
 
 
 def _archives_between(file: Path, start: int, end: int) -> tuple[list[NestedArchive], int]:
-    """Archives, end to end in a range of a file, found from its end; and the number of other bytes at its start.
+    """The archives that fill a range of a file up to its end, and the number of other bytes at its start.
 
-    A zip archive's last bytes contain the length of its directory and its offset from the archive's start.
+    They are found from the end: a zip archive's last bytes contain the length of its directory and the directory's
+    offset from the archive's start.
     """
     found: list[NestedArchive] = []
     while end > start:

@@ -1,6 +1,6 @@
-"""Whether a checkpoint is intact, and whether it equals another one.
+"""``verify_checkpoint``: check that a checkpoint is intact, and optionally that it equals another one.
 
-``torch.load`` and DCP check neither: a flipped bit, or two entries swapped in ``.metadata``, load as wrong values. Yet
+``torch.load`` and DCP check neither: a flipped bit, or two entries swapped in ``.metadata``, load as wrong values. But
 torch writes a CRC32 for every record of every archive, so an old checkpoint can be checked without a manifest.
 """
 
@@ -29,16 +29,16 @@ _NUM_THREADS = 2  # a copy from the page cache takes about as long as the CRC32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport(Value):
-    """What ``verify_checkpoint`` found.
+    """The result of ``verify_checkpoint``.
 
     Args:
         layout: As in ``inspect_checkpoint``.
-        faults: Of the checkpoint itself: its structure and its content.
-        differences: From the other one.
-        bookkeeping: Differences in clocks, paths and names of runs, which do not count against ``ok``.
-        unchecked: Parts that could not be checked, as text; they do not count against ``ok``.
-        num_records: Records whose CRC32 was computed, and their bytes.
-        is_content_checked: Whether some content was checked: by a CRC32, or against the other one.
+        faults: Faults of the structure and the contents of the checkpoint itself.
+        differences: Differences from the other checkpoint.
+        bookkeeping: Differences in times, paths and names of runs, which do not affect ``ok``.
+        unchecked: Parts that could not be checked, as text. They do not affect ``ok``.
+        num_records: The number of records whose CRC32 was computed.
+        is_content_checked: Whether any contents were checked, by CRC32s or against the other checkpoint.
 
     Example:
         >>> torch.save({"state": {"model": nn.Linear(4, 2).state_dict()}}, "ep1.pt")
@@ -97,16 +97,18 @@ def verify_checkpoint(
 ) -> VerifyReport:
     """Check a checkpoint of any layout: its structure, its content, and whether it equals another one.
 
-    Structure: every file exists and contains the ranges of the metadata, chunks tile each tensor, each entry's own
-    header has the shape and dtype of ``.metadata``, nothing overlaps, and no bytes are unnamed.
-    Content: the CRC32 of every record of every archive. All faults come together, as far as the damage leaves the rest
-    readable. Memory is a few MiB, whatever the size of the checkpoint; compressed files and tar files are unpacked
-    into the folder for temporary files (``TMPDIR``).
+    - Structure: every file exists and contains the ranges of the metadata, chunks tile each tensor, each entry's own
+      header has the shape and dtype of ``.metadata``, no entries overlap, and the metadata lists all bytes.
+    - Contents: the CRC32 of every record of every archive.
 
-    Faults that cannot be found in a checkpoint alone, and that ``against`` shows:
+    All faults are reported together, as far as the damage leaves the other parts readable. It takes a few MiB of memory
+    for any size of the checkpoint. Compressed files and tar files are unpacked into the folder for temporary files
+    (``TMPDIR``).
 
-    - Two entries of one shape and dtype, swapped in ``.metadata``, or a key renamed there: a DCP file does not
-      contain the names of its tensors, and ``.metadata`` has no checksum.
+    Faults that only a comparison with another checkpoint (``against``) can find:
+
+    - Two entries of one shape and dtype, swapped in ``.metadata``, or a key renamed there: a DCP file does not contain
+      the names of its tensors, and ``.metadata`` has no checksum.
     - Changed tensor bytes in safetensors files, which have no checksums, and in archives that were saved after
       ``torch.serialization.set_crc32_options(False)``: there torch writes 0 for each CRC32. ``unchecked`` names them.
     - A change made together with its CRC32: this finds accidents, not forgers.
@@ -114,15 +116,15 @@ def verify_checkpoint(
     Args:
         against: A checkpoint of any layout. Tensors are matched by FQN, without FSDP1's and other wrappers' prefixes,
             and compared as they are read, bit for bit or within the tolerance; so are optimizer state and all other
-            entries. Safetensors have weights alone, so only weights are compared with them. Only the structure of
-            the other checkpoint is checked.
+            entries. Safetensors files contain only weights, so only weights are compared with them. Only the structure
+            of the other checkpoint is checked.
         rtol, atol: As in ``torch.isclose``. A difference in dtype is a difference under any tolerance.
-        trust: Unpickle what is not on the allow-list, where the layout or a comparison needs its value.
-        progress: Called now and then with the bytes done and the bytes to do.
+        trust: Unpickle names that are not on the allow-list, if the layout or a comparison needs the value.
+        progress: Called repeatedly with the number of completed bytes and the total.
     Raises:
-        CheckpointError: nothing to verify: no checkpoint of a known layout, not trusted, or flat parameters to be
-            compared with named ones. Damage is not an error but a fault in the report.
-    Every process that calls it works alone; it does not communicate.
+        CheckpointError: the checkpoint cannot be verified: it has no known layout, is not trusted, or has flat
+            parameters that cannot be compared with named ones. Damage does not raise; the report lists it as a fault.
+    Does not communicate; any single rank can call it.
 
     Example:
         >>> torch.save({"state": {"model": nn.Linear(4, 2).state_dict()}}, "ep1.pt")
@@ -181,7 +183,7 @@ def verify_checkpoint(
 
 
 def _with_user_path(fault: Fault, located: Located) -> Fault:
-    """A fault of an unpacked copy as one of the file that the user named."""
+    """Replace the path of an unpacked copy in a fault by the user's file."""
     packed = located.unpacked_from
     if packed is None:
         return fault
@@ -193,7 +195,7 @@ def _fault(kind: FaultKind, file: Path, name: str, expected: str, found: str) ->
 
 
 def _content(records: list[tuple[Blob, str]], advance: Callable[[int], None]) -> list[Fault]:
-    """Every record whose bytes are not those of its CRC32."""
+    """Compare every record with its CRC32. Return a fault for each that differs."""
     in_order = sorted(records, key=lambda record: (str(record[0].path), record[0].offset))
     faults = []
     threads = ThreadPoolExecutor(_NUM_THREADS)
@@ -205,7 +207,7 @@ def _content(records: list[tuple[Blob, str]], advance: Callable[[int], None]) ->
                 found = damage.removesuffix(f", the file says {blob.crc32:08x}")
                 faults.append(_fault(FaultKind.CONTENT, blob.path, name, f"CRC32 {blob.crc32:08x}", found))
     finally:
-        threads.shutdown(cancel_futures=True)  # progress may raise, on Ctrl-C for one
+        threads.shutdown(cancel_futures=True)  # progress may raise, for example on Ctrl-C
     return faults
 
 
