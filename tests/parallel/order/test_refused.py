@@ -258,7 +258,7 @@ SHARDED: dict[str, Refused] = {
     ),
     "a mesh of three axes": Refused(says=("device_mesh", "3 axes"), do=meshes(2, 2, 1)),
     "a mesh of some of the ranks": Refused(
-        says=("device_mesh", "does not hold this rank", "one of all ranks"), do=meshes(2)
+        says=("device_mesh", "does not contain this rank", "one of all ranks"), do=meshes(2)
     ),
     "recomputed after sharding": Refused(
         says=("'model' is sharded already", "before sharding"),
@@ -344,7 +344,7 @@ PARTS: dict[str, Refused] = {
         build=MoELanguage,
     ),
     "experts as units, which some ranks pass over": Refused(
-        says=("wrap_policy makes experts units", "model.layers.0.mlp.experts.0", "Set idle_experts: in_order"),
+        says=("wrap_policy makes experts separate units", "model.layers.0.mlp.experts.0", "Set idle_experts: in_order"),
         config={"wrap_policy": {"transformer_layer_cls_to_wrap": ["Layer"], "moe_experts": ["Expert"]}},
         build=with_experts,
     ),
