@@ -24,7 +24,7 @@ class Training:
     """The settings of a file, except for the model.
 
     Args:
-        fsdp_config: fsdp_config, precision, tensor_parallel: As for ``prepare_fully_shard``.
+        fsdp_config, precision, tensor_parallel: As for ``prepare_fully_shard``.
         batches: The microbatches of a rank. Their findings are also in ``findings``.
         batch_rows: Rows of a batch on one rank; None: all microbatches have the same number of rows.
         keeps_outputs: For a model that is not a ComposerModel: whether outputs are referenced during backward, as by
