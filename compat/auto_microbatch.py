@@ -246,7 +246,7 @@ def _has_allocator() -> bool:
 
 
 def after_event(state: State, event: Event) -> None:
-    """Vote in phases of a batch in which the model issues no collectives. Called on all ranks after each event."""
+    """Start and end the votes of each batch, and end those of an evaluation. Called on all ranks after each event."""
     recovery = _recoveries.get(state.model)
     if recovery is None:
         return

@@ -195,7 +195,7 @@ class _Found:
     missing: tuple[Path, ...] = ()
 
     def name_of(self, file: Path) -> str:
-        """Return the object name of ``file``, which is in the folder, or beside the object."""
+        """Return the object name of the local ``file``: in the folder, or in the same folder as the object."""
         if file.is_relative_to(self.local):
             return f"{self.name}/{file.relative_to(self.local).as_posix()}"
         return str(PurePosixPath(self.name).with_name(file.name))

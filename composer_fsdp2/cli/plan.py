@@ -139,8 +139,8 @@ class Plan(Command):
         sys.exit(exit_code)
 
     def machine(self) -> Machine | None:
-        """Return the speeds of --gpu with the other options' values in place of its own; None if no such option is
-        set."""
+        """Return the speeds of the GPU in --gpu, except for those that other options set; None without any of these
+        options."""
         of_gpu = GPUS[self.gpu.value] if self.gpu else Machine()
         machine = replace(
             of_gpu,

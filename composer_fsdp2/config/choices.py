@@ -48,7 +48,8 @@ class ModelChoices(Value):
     Args:
         roots: Direct children of the model that are root units.
         excluded: The other direct children, with the reason why each is not a unit.
-        searched: The children in ``excluded`` whose submodules may still be root units.
+        searched: The children in ``excluded`` that are searched for units: their outermost chosen submodules are root
+            units.
         chosen: Modules below the direct children that are units, by path.
         checkpointed: Modules whose activations are recomputed or offloaded, children before parents.
         expert_blocks: Modules whose experts run in registration order on all ranks.

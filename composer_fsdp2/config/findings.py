@@ -56,7 +56,7 @@ class Finding(Value):
 
     Args:
         key: The key as spelled in the file. For an implicit setting or a missing feature, its name.
-        asks: Whether the setting requests anything. False if it is off, or if its value has no effect.
+        asks: Whether the value has an effect in its system; False for a feature that is off.
         known: Whether the system knows the key.
         where: File and line.
 

@@ -47,9 +47,8 @@ class GroupRule(enum.Enum):
 
     @property
     def on_machine(self) -> "GroupRule | None":
-        """Return the rule that replaces this one once the number of ranks per node is known; None if the rule does not
-        depend on nodes.
-        """
+        """For a rule by nodes, return the same rule by number of ranks (CONSECUTIVE or STRIDED); None for any other
+        rule."""
         return {GroupRule.NODE: GroupRule.CONSECUTIVE, GroupRule.ACROSS_NODES: GroupRule.STRIDED}.get(self)
 
 

@@ -312,8 +312,8 @@ class ParamGroup:
         allocated.free(Kind.UNSHARDED_GRADIENTS, last)
 
     def _exchange(self, reduced: Sequence[ParameterSizes], unsharded_grads: Mapping[str, int]) -> dict[str, int]:
-        """Model the reduction of EP-sharded experts of which ranks gather different parts: an all-to-all, then local
-        sums.
+        """Model the gradient reduction of experts if each rank all-gathered only a part of them: an all-to-all, then
+        local sums.
 
         Returns:
             The bytes of the sums, in fp32 or wider, by parameter name. The sums replace the unsharded gradients.

@@ -348,7 +348,7 @@ def _instances(module: nn.Module) -> list[FullyShardedDataParallel]:
 
 
 def _ignored(module: nn.Module, modules: Iterable[nn.Module] | None, states: Iterable[Any] | None) -> _Ignored:
-    """The ignored modules and parameters, those of nested instances too, as under FSDP1."""
+    """Return the ignored modules and parameters of an instance, including those of nested instances, as under FSDP1."""
     found = [read_ignored(module, modules, states), *(each._fsdp_ignored for each in _instances(module))]
     return set().union(*(each[0] for each in found)), set().union(*(each[1] for each in found))
 

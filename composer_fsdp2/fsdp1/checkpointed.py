@@ -21,8 +21,9 @@ _POLICY = "activation_checkpointing_policy"
 def choose_checkpointed(
     model: nn.Module, modules: Mapping[str, nn.Module], config: ShardingConfig, roots: Mapping[str, nn.Module]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the paths of the modules to recompute or offload, and lines for the report on classes and hooks without
-    effect.
+    """Return the paths of the modules to recompute or offload, and lines for the report.
+
+    The lines name hooks that the configuration replaces, and classes without a selected module.
     """
     if not config.activation_checkpointing.enabled:
         return (), ()

@@ -185,7 +185,9 @@ def _lengths(section: Section, given: int | None) -> int | None:
 
 
 def batch_keys(dialect: str, section: Section, *, rows: int, number: int, global_rows: int) -> dict[Path, Any]:
-    """The keys that set the microbatch size without changing the batch, by path; empty if the file has no such key.
+    """Return the keys to write for a microbatch size, by path, so the global batch does not change.
+
+    Empty if the file has no key for the batch.
 
     Args:
         rows: Rows of one microbatch.

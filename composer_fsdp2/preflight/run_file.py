@@ -33,8 +33,8 @@ class Request:
         gpus_per_node: Ranks per node, for a ``process_group`` by nodes.
         model_config: A ``config.json`` or its folder, for a model that the file does not describe.
         model: A module, or a function that builds it, in place of the file's model.
-        microbatch: Rows per microbatch, in place of the file's value; required for a plan with other rows than 1 if the
-            file has ``auto``.
+        microbatch: Rows per microbatch, in place of the file's value. With None, ``auto`` in the file is planned as 1
+            row.
         sequence: Tokens per row, in place of the file's value.
         device: The device type of the ranks.
         overrides: ``KEY=VALUE`` strings that replace values of the file.

@@ -165,7 +165,7 @@ class NewEntry:
         heads: The names of the new entry and of mappings nested in it, outermost first, each with the entries that come
             first. The innermost mapping contains ``replacements`` and ``additions``.
         beside: Further entries after the new entry.
-        inner: The path of the mapping in the old entry to whose keys ``replacements`` refers, or None.
+        inner: The path of the mapping in the old entry that has the keys of ``replacements``, or None.
         around: Replacements of other entries in the mapping that contains the entry.
     """
 

@@ -1,4 +1,5 @@
-"""Write a run as keys of accelerate or axolotl, convert a section to FSDP2's keys in place, and patch a section."""
+"""Write a run as keys of accelerate or axolotl, convert a section to FSDP2's keys in place, and change keys for a
+patch."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
