@@ -37,8 +37,8 @@ from .seams import seam
 
 
 class SavedState:
-    """A Trainer's State after its checkpoint was written: its timestamp then, and the path that this rank wrote, or
-    None."""
+    """A Trainer's State with the timestamp of its checkpoint, and the path that this rank wrote; None if it wrote no
+    file."""
 
     def __init__(self, state: State, path: str | None) -> None:
         self._state, self.path = state, path

@@ -65,8 +65,10 @@ class _Recovery:
         return _snapshot(model, metrics)
 
     def commit(self) -> None:
-        """Vote for the last time in this batch, because clipping and the step cannot be repeated. Called on all
-        ranks."""
+        """Vote for the last time in this batch: after the step that follows, the batch can no longer be repeated.
+
+        Called on all ranks.
+        """
         if self.votes.is_on and not self.is_committed:
             self.votes.check("the end of the last microbatch")
         self.is_committed = True
@@ -246,7 +248,10 @@ def _has_allocator() -> bool:
 
 
 def after_event(state: State, event: Event) -> None:
-    """Start and end the votes of each batch, and end those of an evaluation. Called on all ranks after each event."""
+    """Start and end the votes of each evaluation batch, and stop all votes at the end of a fit.
+
+    Called on all ranks after each event.
+    """
     recovery = _recoveries.get(state.model)
     if recovery is None:
         return
@@ -303,7 +308,7 @@ class _Evaluation:
         return True
 
     def vote_into(self, found: torch.Tensor) -> None:
-        """Vote in place of Composer's all-reduce of out-of-memory flags, and set the flag ``found``. Called on all
+        """Vote instead of Composer's all-reduce of out-of-memory flags, and set the flag ``found``. Called on all
         ranks.
 
         A rank that ran out of memory has already voted.
@@ -447,9 +452,10 @@ def vote_before_reduction() -> None:
 
 
 def replaced_by_vote(tensor: torch.Tensor, reduce_operation: str) -> bool:
-    """Run a vote in place of the eval loop's all-reduce of out-of-memory flags; return False for any other all-reduce.
+    """If an all-reduce is that of the eval loop's out-of-memory flag, vote in its place and return True; else return
+    False.
 
-    Called on all ranks.
+    Called on all ranks. See [Note: votes] in ``training/out_of_memory.py``.
     """
     is_out_of_memory_check = _evaluation is not None and _evaluation.is_in_batch
     if is_out_of_memory_check and tensor.dtype == torch.uint8 and tensor.shape == (1,) and reduce_operation == "MAX":

@@ -104,7 +104,7 @@ def train_from_yaml(yaml_path: str, overrides: Sequence[str] = (), *, show_units
 
 
 def _check_one_rank(yaml_path: str, overrides: Sequence[str]) -> None:
-    """Warn that LLM Foundry (0.22.0, ``command_utils/train.py``) ignores ``fsdp_config`` if there is only one rank.
+    """Print to stderr that LLM Foundry (0.22.0, ``command_utils/train.py``) ignores ``fsdp_config`` on one rank.
 
     Raises:
         ConfigError: ``freeze`` or ``train_only`` is set: all parameters would be trained. Other keys do not change

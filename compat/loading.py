@@ -1,5 +1,5 @@
-"""Make Composer load checkpoints of any layout into a model sharded by ``fully_shard``, regardless of
-``state_dict_type``.
+"""Make Composer load checkpoints of any layout into a model sharded by ``fully_shard``, regardless of the
+configuration.
 
 Used for a Trainer's ``load_path``, ``autoresume``, ``load_weights_only``, ``load_ignore_keys`` and
 ``load_strict_model_weights``. Composer's own loader supports only the layout that the run itself would save.
@@ -198,7 +198,7 @@ def _restore_containers(entries: dict[str, Any], state: State, inventory: Checkp
 
 
 def _rekeyed(scalers: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the gradient scaler's state under the class name of this run's scaler, if there is any state."""
+    """Return the gradient scaler's state under the class name of this run's scaler, if it has state."""
     scalers = {key: value for key, value in scalers.items() if value}  # a disabled scaler saves no state
     if name in scalers or name not in _SCALERS:
         return scalers
@@ -212,7 +212,7 @@ def without_ignored(
     it removes.
 
     Tensors are on the meta device: ``ignore`` may inspect, rename, move and remove them. A tensor that it sets is
-    loaded in place of the checkpoint's.
+    loaded instead of the checkpoint's.
     """
     view, records = _composer_view(inventory, entries)
     before = _paths(view)

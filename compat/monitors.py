@@ -149,7 +149,7 @@ class _Reporter:
     Args:
         only_norms: Whether all metrics are L2 norms of tensors sharded like the parameter. These are computed on local
             tensors. The function of an unknown optimizer is called with DTensors.
-        part: An object in place of the optimizer, whose state is that of one local tensor.
+        part: An object instead of the optimizer, whose state is that of one local tensor.
     """
 
     optimizer: Any  # a torch.optim.Optimizer with report_per_parameter_metrics
@@ -327,7 +327,7 @@ class _Agreement:
 
     [Note: metrics are compared where they change] If the metrics of one rank change, or the optimizer's function raises
     there, the other ranks do not know it and would not join a comparison. A flag is therefore all-reduced together with
-    the norms. A rank that sets the flag sends zeros in place of norms, as many as before. All ranks then discard the
+    the norms. A rank that sets the flag sends zeros instead of norms, as many as before. All ranks then discard the
     result and compare names. If no mesh contains all ranks, they compare each time.
     """
 

@@ -32,7 +32,7 @@ def update_local_shards_of_all() -> RemovableHandle:
 
 
 def update_local_shards(optimizer: torch.optim.Optimizer) -> None:
-    """Make ``optimizer`` update local tensors in place of DTensors, if its class is known.
+    """Make ``optimizer`` update local tensors instead of DTensors, if its class is known.
 
     Optimizers of other classes are not modified, nor are those of subclasses that override the update or the step.
     Called on all ranks; further calls have no effect. Does not communicate.

@@ -42,7 +42,7 @@ from .seams import seam
 
 
 def sharded_state_dict(state: State, weights_only: bool, ignore_keys: IgnoreKeys) -> dict[str, Any]:
-    """Return Composer's state dict with DTensors in place of full tensors. Called on all ranks."""
+    """Return Composer's state dict with DTensors instead of full tensors. Called on all ranks."""
     as_sharded = replaced(state.fsdp_config, "state_dict_type", "sharded")
     with keeping_shards(not state.fsdp_sharded_state_dict_enabled), as_sharded:
         if weights_only:

@@ -123,7 +123,10 @@ def is_model_fsdp(original: Callable[..., Any], model: nn.Module) -> bool:
     why="FSDP1 needed the root's full parameters for it; here the forward gathers them",
 )
 def generate(original: Callable[..., Any], self: Any, input_ids: Any, **kwargs: Any) -> Any:
-    """Replaces ``HuggingFaceModel.generate``: omits a workaround for FSDP1 that all-gathers the output head."""
+    """Replaces ``HuggingFaceModel.generate``: omits ``summon_full_params`` of the root module, which only FSDP1 needed.
+
+    ``fully_shard`` all-gathers these parameters in the forward.
+    """
     if not is_sharded(self.model):
         return original(self, input_ids, **kwargs)
     if "pad_token_id" not in kwargs:
@@ -139,9 +142,10 @@ def generate(original: Callable[..., Any], self: Any, input_ids: Any, **kwargs: 
 def summon_full_params_of_fsdp1(
     original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
 ) -> AbstractContextManager[None]:
-    """Replaces FSDP1's ``summon_full_params``: FSDP1 modules still use the original, other models this package's.
+    """Replaces FSDP1's ``summon_full_params``: calls the original for FSDP1 modules, else
+    ``composer_fsdp2.summon_full_params``.
 
-    The latter does nothing for an unsharded model.
+    The latter does nothing for an unsharded model. Called on all ranks.
     """
     if any(isinstance(each, FSDP1Wrapper) for each in module.modules()):
         under_fsdp1: AbstractContextManager[None] = original(module, *args, **kwargs)

@@ -58,7 +58,7 @@ def _options(
 
 
 def main() -> None:
-    """Run the console script. ``run`` and ``train`` exit with the script's exit code, or 2 if no script is given.
+    """Run the console script. ``run`` and ``train`` exit with the script's exit code, or 2 without a script.
 
     Other commands exit with 141 (128 + SIGPIPE) if the pipe that reads their output is closed, and with 130 (128 +
     SIGINT) if they are interrupted before they set a signal handler.

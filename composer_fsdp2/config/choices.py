@@ -18,7 +18,7 @@ class UnitOverrides(Value):
     Args:
         given: The settings as the user wrote them, for error messages and to compare two modules.
         notes: Lines for the plan's report.
-        refused: The error of an invalid setting. It is raised only if the module becomes a unit.
+        refused: The error of an invalid setting. It is raised only if the module is a unit.
     """
 
     mesh: MeshSpec | None = None

@@ -1,4 +1,4 @@
-"""Find an error of the Hugging Face Hub's client in a traceback, and give the user the next step."""
+"""Find an error of the Hugging Face Hub's client in a traceback, and show the user the next step."""
 
 import re
 import traceback

@@ -252,8 +252,9 @@ class MeshSpec(Value):
 
     @property
     def known_shard_degree(self) -> int:
-        """The shard degree, if known. Groups of K consecutive ranks (``setK``) have degree K at any world size;
-        otherwise ``shard_degree``.
+        """The number of ranks in a shard group, or -1 if it depends on the unknown world size.
+
+        Groups of K consecutive ranks (``setK``) have K ranks at any world size.
         """
         groups = [self.axes[number].groups for number in self.axes_of(AxisRole.SHARD)]
         sizes = (each.number for each in groups if each is not None and each.rule is GroupRule.CONSECUTIVE)

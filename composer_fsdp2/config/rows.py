@@ -14,7 +14,7 @@ from composer_fsdp2.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Takes:
-    """The accepted values of a key: a description, a parser, and the list of values if there are few.
+    """The accepted values of a key: a description, a parser, and the list of values if it is short.
 
     Args:
         parse: Called with a value and the reader (which system reads it); returns the parsed value. Raises ConfigError

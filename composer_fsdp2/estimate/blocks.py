@@ -64,7 +64,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def _lists_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the outermost containers with two children of one class. If there are none, return the outermost lists."""
+    """Return the outermost containers with two children of one class. Without any, return the outermost lists."""
     repeating: list[tuple[str, nn.Module]] = []
     others: list[tuple[str, nn.Module]] = []
     waiting, seen = [("", model)], set()
@@ -132,7 +132,10 @@ def _plain_attributes(block: nn.Module) -> Iterator[tuple[tuple[str, str], objec
 
 
 def _settings_below(plan: ShardingPlan) -> dict[str, tuple[object, ...]]:
-    """Return the plan's settings at and below each module. Paths in them are relative to the module."""
+    """Map each module path to the plan's settings at and below it: mixed precision of units, and recomputed modules.
+
+    Paths in the settings are relative to the module, so settings of equal blocks are equal.
+    """
     found: dict[str, list[object]] = {}
     units = [(path, unit.mixed_precision) for unit in plan.units for path in unit.modules]
     for path, what in (*units, *((path, "recomputed") for path in plan.checkpointed)):

@@ -189,7 +189,7 @@ class _Scale:
 
 
 def _axis(scale: _Scale) -> Iterator[str]:
-    """Yield grid lines at multiples of a power of two, the smallest that results in at most six lines."""
+    """Yield grid lines at multiples of a power of two, the smallest that results in at most six steps."""
     step = 1
     while scale.most_bytes / step > 6:
         step *= 2

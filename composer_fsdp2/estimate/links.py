@@ -35,8 +35,9 @@ _MOVING = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
 def node_bytes(call: CollectiveCall) -> int:
     """Return a lower bound of a rank's share of the bytes that its node receives from (or sends to) other nodes.
 
-    Data of other nodes must be received once per node, and the ranks of the node share this traffic, because each rank
-    has a network adapter. The all-reduce of HSDP has one rank per node in its group, which sends all bytes.
+    A node must receive the data of other nodes at least once. The ranks of the node share this traffic, because each
+    rank has a network adapter. In an all-reduce of HSDP, the group has one rank per node, which has no others to share
+    with.
     """
     if call.link is not Link.INTER or call.op not in _MOVING:
         return 0

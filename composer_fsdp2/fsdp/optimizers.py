@@ -99,8 +99,9 @@ def refuse_accumulated(parameters: Iterable[nn.Parameter], call: str) -> None:
 
 
 def _waiting() -> list[tuple[FSDPModule, list[nn.Parameter]]]:
-    """Return the units with parameters whose gradients are not reduced yet. Instances without any are no longer
-    tracked.
+    """Return the units whose gradients are not all reduced yet, with their parameters.
+
+    Stops tracking instances in which all gradients are reduced.
     """
     found: list[tuple[FSDPModule, list[nn.Parameter]]] = []
     for instance in list(_ACCUMULATING):

@@ -72,8 +72,9 @@ def _overrides(config: ShardingConfig, own: ShardingConfig) -> UnitOverrides:
 def _select(
     root: nn.Module, overrides: Mapping[str, UnitOverrides], sharded: set[nn.Module], ignored: set[nn.Parameter]
 ) -> Selection:
-    """Select exactly the FSDP instances as units, also those without parameters, because their class has a unit's
-    methods.
+    """Select exactly the FSDP instances as units.
+
+    An instance without parameters is a unit too, because its class has the methods of a unit.
     """
     before = {each for module in sharded for each in module.parameters() if isinstance(each, DTensor)}
     uses = [use for use in parameter_uses(root) if use.parameter not in before]

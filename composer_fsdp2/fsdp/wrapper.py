@@ -373,7 +373,7 @@ def _wrap_by_policy(
 
 
 def _unwrap(module: nn.Module, made: Collection[nn.Module]) -> None:
-    """Undo wrapping after an error: put the wrapped modules back in place of the instances in ``made``."""
+    """Undo wrapping after an error: put the wrapped modules back instead of the instances in ``made``."""
     for parent in list(module.modules()):
         for name, child in parent.named_children():
             if child in made:

@@ -45,7 +45,7 @@ def select_checkpointed(
     """Return the paths of the modules that ``activation_checkpointing_fn`` selects, children before parents.
 
     Args:
-        check_fn: Selects modules in place of the model's hooks.
+        check_fn: Selects modules instead of the model's hooks.
         below_unwrapped: Also search direct children with ``_fsdp_wrap = False``, as Composer's FSDP2 does.
     """
     paths: list[str] = []

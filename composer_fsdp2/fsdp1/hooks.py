@@ -147,7 +147,7 @@ class _Reader:
     Args:
         read: Called with the dict that a hook returned and the module's path; returns the overrides.
         ignored: Modules to skip, from ``ignored_modules``.
-        policy: Selects modules in place of the hooks, if it is not None.
+        policy: Selects modules instead of the hooks, if it is not None.
         units: Units found so far, including root units. A module shared by two children is not read again for the
             second.
         choices: The chosen units, by path.

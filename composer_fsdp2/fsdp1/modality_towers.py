@@ -217,8 +217,9 @@ def _types_of_parts(module: nn.Module) -> set[type]:
 
 
 def _own_embeddings(model: nn.Module) -> set[nn.Module]:
-    """Return the input embeddings and the output head of a model. Empty without them, as in models that compare texts
-    with images.
+    """Return the input embeddings and the output head of a model.
+
+    Returns an empty set for models without input embeddings, such as models that compare texts with images.
     """
     try:
         embeddings = [call_getter(model, getter) for getter in ("get_input_embeddings", "get_output_embeddings")]

@@ -138,7 +138,7 @@ class Expression:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MappingEdit:
-    """The arguments of ``Document.edit_mapping``: new entries in place of each old key, and entries to append."""
+    """The arguments of ``Document.edit_mapping``: new entries instead of each old key, and entries to append."""
 
     path: Path
     replacements: Mapping[str, Settings]
@@ -224,7 +224,8 @@ class Dialect:
         return written(self.rows, run)
 
     def is_own(self, finding: Finding) -> bool:
-        """Return whether only this system has the feature of a finding's key, so a conversion always reports it."""
+        """Return whether only this system has a finding's key. A conversion drops such a key unless it sets a field
+        of the run."""
         return False
 
     def keeps(self, key: str) -> bool:
@@ -477,7 +478,7 @@ def splice(
         prefix: The prefix that a name in ``keys`` has in ``deciding``.
 
     Returns:
-        The new entries in place of each old key, and those at the end.
+        The new entries instead of each old key, and those at the end.
     """
     replacements: dict[str, list[tuple[str, Any]]] = {key: [] for key in keys}
     named = {

@@ -402,9 +402,10 @@ _NOT_SHOWN = "it depends on an environment variable, whose value no report has"
 
 
 def _publicly(report: SectionReport, public: SectionReport) -> SectionReport:
-    """Return the report without values of environment variables, because a report may be published.
+    """Return a report of which no finding shows values of environment variables, because a report may be published.
 
     Args:
+        report: The report with these values, which determines the outcomes.
         public: The report of the same section, read without these values.
     """
     told: defaultdict[object, list[Finding]] = defaultdict(list)

@@ -66,7 +66,7 @@ def find_at(values: Any, path: Iterable[str | int]) -> Any:
 
 
 def without_path(values: Any, path: Path) -> Any:
-    """Return the values without the entry at ``path``; unchanged if there is none."""
+    """Return the values without the entry at ``path``; unchanged without one."""
     return with_entries(values, path[:-1], {str(path[-1]): []}) if has_path(values, path) else values
 
 

@@ -87,11 +87,11 @@ class Report:
 
     def decisions(self) -> str:
         """Return the findings that need a decision, one line per reason with the number of findings and places; ""
-        if there are none."""
+        without any."""
         return self._by_reason("to decide", lambda outcome: outcome.blocks, num_places=_SHOWN_PLACES)
 
     def differences(self) -> str:
-        """Return the findings with outcome approximate, one line per reason with their number; "" if there are none."""
+        """Return the findings with outcome approximate, one line per reason with their number; "" without any."""
         return self._by_reason("approximate", lambda outcome: outcome is Outcome.APPROXIMATE, num_places=0)
 
     def _by_reason(self, heading: str, is_shown: Callable[[Outcome], bool], num_places: int) -> str:

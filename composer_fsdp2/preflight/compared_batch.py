@@ -22,7 +22,7 @@ _Traced = tuple[ShardingPlan, MicrobatchTrace | None, str]
 def predict_batch(batch: CountedBatch) -> Prediction:
     """Predict memory and communication of rank 0's step, for ``compare``.
 
-    Reads the YAML as ``plan`` does; if that fails, uses the model and plan of the running ranks.
+    Reads the YAML as ``plan`` does. For a script, or if that fails, uses the model and plan of the running ranks.
 
     Does not raise: failures are in ``Prediction.reason`` or in a note. Called on rank 0; does not communicate.
     """

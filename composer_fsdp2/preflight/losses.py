@@ -19,7 +19,8 @@ def composer_loss(
     """Compute ``model.loss(model(batch), batch)`` as Composer's Trainer, which references the outputs during backward.
 
     Args:
-        keys: Further keys of the batch, besides ``input_ids`` and ``labels``, with ids as values.
+        keys: Further keys of the batch, besides ``input_ids`` and ``labels``. Their values are integer tensors of the
+            same shape.
         given: A batch to imitate: its tensors are replaced by zeros of the same shapes and dtypes.
     """
     batch: Any = {name: _ids(model, rows, tokens) for name in ("input_ids", "labels", *keys)}

@@ -231,9 +231,9 @@ def _translated(file: RunFile, dialect: Dialect, section: Section, world_size: i
 
 
 def _undecided(reading: Reading, expression: Expression) -> list[Finding]:
-    """Return findings that need a decision for any target, or change the sharding.
+    """Return findings that need a decision or change the sharding in any target system.
 
-    Settings that only Composer does not have are not included.
+    Findings of settings that Composer lacks are omitted here, because ``_translated`` adds them.
     """
     findings, _ = with_losses(reading.findings, expression.losses, reading, _COMPOSER)
     lost = {name for each in expression.losses if not each.is_kept for name in each.fields[:1]}

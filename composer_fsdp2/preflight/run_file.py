@@ -32,10 +32,10 @@ class Request:
     Args:
         gpus_per_node: Ranks per node, for a ``process_group`` by nodes.
         model_config: A ``config.json`` or its folder, for a model that the file does not describe.
-        model: A module, or a function that builds it, in place of the file's model.
-        microbatch: Rows per microbatch, in place of the file's value. With None, ``auto`` in the file is planned as 1
+        model: A module, or a function that builds it, instead of the file's model.
+        microbatch: Rows per microbatch, instead of the file's value. With None, ``auto`` in the file is planned as 1
             row.
-        sequence: Tokens per row, in place of the file's value.
+        sequence: Tokens per row, instead of the file's value.
         device: The device type of the ranks.
         overrides: ``KEY=VALUE`` strings that replace values of the file.
     Raises:

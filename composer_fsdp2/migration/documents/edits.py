@@ -117,7 +117,7 @@ def line_end(text: str, position: int) -> int:
 
 
 def comment_behind(text: str, position: int) -> int | None:
-    """Return the position of the comment that follows ``position`` in its line; None if there is none."""
+    """Return the position of the comment that follows ``position`` in its line; None without one."""
     found = re.compile(r"[ \t]*(?=#)").match(text, position)
     return found and found.end()
 
@@ -259,7 +259,7 @@ def references_in(text: str, root: Path = ()) -> Iterator[Path]:
 
 
 def referred(values: Any, written: Any) -> Mapping[str, Any] | None:
-    """Return the mapping to which an interpolation refers, directly or through others; None if it is no mapping."""
+    """Return the mapping to which an interpolation refers, directly or through others; None if it refers to none."""
     for _ in range(MAX_DEPTH):
         if not (isinstance(written, str) and _REFERENCE.fullmatch(written)):
             break

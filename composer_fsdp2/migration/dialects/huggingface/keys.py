@@ -129,7 +129,7 @@ class EffectiveConfig:
         return [each.key for each in self.given if each.row is not None and each.is_read and each.row.name in names]
 
     def key_of(self, *names: str) -> str | None:
-        """Return the last key in the file that sets one of these names of the table; None if there is none."""
+        """Return the last key in the file that sets one of these names of the table; None without one."""
         return next(reversed(self.keys_of(*names)), None)
 
     def value_of(self, key: str) -> Any:

@@ -340,7 +340,7 @@ def sizes_in_place(config: EffectiveConfig, run: RunConfig) -> Iterator[Setting]
 
 
 def usual_place(row: Row, *, is_transformers: bool) -> str:
-    """Return the dotted path of a key; for transformers, with its names, which have no prefix."""
+    """Return the dotted path at which a file has a key. For transformers, names have no prefix."""
     name = row.aliases[0] if row.aliases and is_transformers else row.name
     prefix = "" if is_transformers else PREFIXES[row.group]
     return name if row.group == BESIDE else f"{row.group}.{prefix}{name}"
