@@ -1,6 +1,4 @@
-"""``composer-fsdp2 explain KEY|VALUE|--all``: print the effect of a key or value under FSDP1 and FSDP2, for all
-dialects.
-"""
+"""``composer-fsdp2 explain KEY|VALUE|--all``: print the effect of a key or value under FSDP1 and FSDP2."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -26,8 +26,9 @@ class Verb:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def command(self) -> Any:
-        """Import and return the click command. Its return type is ``Any`` because newer typer releases made the type
-        private.
+        """Import and return the click command.
+
+        Its return type is ``Any`` because newer typer releases made the type private.
         """
         command = getattr(importlib.import_module(f"{__package__}.{self.file}"), self.name.capitalize())
         # typer keeps line breaks; with one line per paragraph it wraps at the terminal's width.

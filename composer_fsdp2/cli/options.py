@@ -15,16 +15,19 @@ from composer_fsdp2.cli.printing import print_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """Base class of commands. The docstring is the help text, ``__post_init__`` validates, ``__call__`` runs the
-    command.
+    """Base class of commands.
+
+    The docstring is the help text, ``__post_init__`` validates, ``__call__`` runs the command.
     """
 
     context: typer.Context
 
 
 def typer_function(command: type[Command]) -> Callable[..., None]:
-    """Return a function for typer whose parameters are the command's fields. It appends the command to
-    ``context.obj``."""
+    """Return a function for typer whose parameters are the command's fields.
+
+    It appends the command to ``context.obj``.
+    """
 
     def parsed(**given: Any) -> None:
         given["context"].obj.append(command(**given))
@@ -34,8 +37,9 @@ def typer_function(command: type[Command]) -> Callable[..., None]:
 
 
 def schema_option(module: str) -> Any:
-    """Return the option ``--json-schema``, which prints the file at ``SCHEMA`` of a module. The module is imported on
-    use.
+    """Return the option ``--json-schema``, which prints the file at ``SCHEMA`` of a module.
+
+    The module is imported on use.
     """
 
     def show(is_asked: bool) -> None:

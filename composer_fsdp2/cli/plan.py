@@ -139,8 +139,7 @@ class Plan(Command):
         sys.exit(exit_code)
 
     def machine(self) -> Machine | None:
-        """Return the speeds of the GPU in --gpu, except for those that other options set; None without any of these
-        options."""
+        """Return the speeds of the GPU in --gpu, overridden by other options; None without any of these options."""
         of_gpu = GPUS[self.gpu.value] if self.gpu else Machine()
         machine = replace(
             of_gpu,
@@ -187,8 +186,10 @@ PlanFile = Callable[[str, Mapping[str, Any]], "tuple[PreflightRun, PlannedStep]"
 
 
 def _answer(options: Plan) -> tuple[Callable[[], str], int]:
-    """Plan, and return a function that formats the output, and the exit code. On an error, no output file is
-    written."""
+    """Plan, and return a function that formats the output, and the exit code.
+
+    On an error, no output file is written.
+    """
     memory = parse_bytes(options.memory, "--memory") if options.memory is not None else None
     if options.reserve is not None and memory is None:
         raise ConfigError("--reserve is a part of --memory; give --memory 80GiB too")

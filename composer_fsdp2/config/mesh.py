@@ -170,8 +170,9 @@ class MeshAxis(Value):
         return self.groups is not None and self.groups.rule is GroupRule.GIVEN
 
     def resolve_groups(self, world_size: int) -> "MeshAxis":
-        """Return the axis with the size of its groups for this world size. An axis without groups is returned
-        unchanged.
+        """Return the axis with the size of its groups for this world size.
+
+        An axis without groups is returned unchanged.
         """
         if self.groups is None:
             return self
@@ -181,16 +182,18 @@ class MeshAxis(Value):
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks along the axis, -1 if unknown. If each rank passed its own process group, the size of
-        this rank's group.
+        """The number of ranks along the axis, -1 if unknown.
+
+        If each rank passed its own process group, the size of this rank's group.
         """
         return len(self.groups.ranks) if self.groups is not None and self.is_given else self.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshSpec(Value):
-    """The mesh over which parameters are sharded and replicated, and layers TP-sharded. Axes are listed outermost
-    first.
+    """The mesh over which parameters are sharded and replicated, and layers TP-sharded.
+
+    Axes are listed outermost first.
 
     Without groups, the mesh contains all ranks in order, and the size of one axis may be -1. With groups, every axis
     has groups. Each rank's mesh then contains only its own group, and different groups do not communicate.

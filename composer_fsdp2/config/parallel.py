@@ -8,8 +8,9 @@ from composer_fsdp2.errors import ConfigError
 
 
 class BroadcastBatch(enum.Enum):
-    """How ranks that must compute the same batch (TP and CP peers) obtain it. Values are those of the configuration
-    key.
+    """How ranks that must compute the same batch (TP and CP peers) obtain it.
+
+    Values are those of the configuration key.
 
     ``OFF``: each rank's dataloader must return the same batch; no communication. ``FIRST``: the first rank broadcasts
     its batch. ``GATHER``: ranks all-gather their batches and concatenate them in rank order.

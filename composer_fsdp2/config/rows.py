@@ -142,8 +142,9 @@ def undecided(finding: Finding, reason: str, hint: str = "") -> Finding:
 
 
 def unknown_key(key: str, value: Any, known: Iterable[str], reason: str, hint: str = "remove it") -> Finding:
-    """Return the finding for an unknown key. It needs a decision if a known key has a similar name; otherwise it has no
-    effect.
+    """Return the finding for an unknown key.
+
+    It needs a decision if a known key has a similar name; otherwise it has no effect.
     """
     near = nearest(key, known)
     usual = Finding(key=key, value=value, outcome=Outcome.NEEDS_DECISION, reason=reason, known=False)

@@ -90,8 +90,9 @@ class GradientSync(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulation(Value):
-    """Gradient accumulation: the communication that is deferred to the last microbatch of a batch. The default defers
-    none, as FSDP1 in Composer.
+    """Gradient accumulation: the communication that is deferred to the last microbatch of a batch.
+
+    The default defers none, as FSDP1 in Composer.
 
     Args:
         gradient_sync: ``LAST`` accumulates unsharded gradients on every rank and reduces them in the last backward.

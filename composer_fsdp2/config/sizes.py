@@ -29,8 +29,9 @@ def parse_bytes(text: str, name: str) -> int:
 
 
 def parse_bandwidth(text: str, name: str) -> float:
-    """Parse a bandwidth to bytes per second: ``450GB/s`` (bytes) or ``400Gb/s`` (bits). The case of the B is
-    significant.
+    """Parse a bandwidth to bytes per second: ``450GB/s`` (bytes) or ``400Gb/s`` (bits).
+
+    The case of the B is significant.
 
     Raises:
         ConfigError: the text is not a bandwidth, or has no unit.

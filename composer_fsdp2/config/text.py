@@ -52,9 +52,7 @@ def lines_and_more(lines: Sequence[str], num_shown: int, indent: str = "") -> st
 
 
 def text_width(limit: int) -> int:
-    """Return the maximum line length of a report: the terminal's width, at most ``limit``; ``limit`` if stdout is not a
-    terminal.
-    """
+    """Return the maximum line length of a report: ``limit``, or the width of a narrower terminal."""
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     return max(40, min(limit, shutil.get_terminal_size((limit, 24)).columns)) if is_terminal else limit
 

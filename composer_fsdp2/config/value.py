@@ -42,8 +42,9 @@ def json_text(value: object) -> str:
 
 
 def from_json(kind: type[T], text: str | bytes) -> T:
-    """Parse ``text``, written by ``json_text``, to the dataclass ``kind``. Fields may be dataclasses, enums, tuples and
-    JSON types.
+    """Parse ``text``, written by ``json_text``, to the dataclass ``kind``.
+
+    Fields may be dataclasses, enums, tuples and JSON types.
     """
     value: T = _typed(kind, json.loads(text))
     return value

@@ -19,8 +19,10 @@ _MICROSECONDS = 1e6
 
 
 def chrome_trace(step: PlannedStep) -> dict[str, Any]:
-    """Return the trace of the schedule in ``timed_step``. If speeds are unknown, every event takes one microsecond,
-    in order."""
+    """Return the trace of the schedule in ``timed_step``.
+
+    If speeds are unknown, every event takes one microsecond, in order.
+    """
     # Without a trace of the model, the estimate assumed these events.
     trace = assumed_trace(step.plan) if step.trace is None else step.trace
     timed = list(timed_step(step.estimate, trace, step.bounds.machine if step.bounds else Machine()))

@@ -82,8 +82,10 @@ class _Run:
 
 
 def _runs_of(blocks: BlockList, spans: Sequence[BlockSpan]) -> Iterator[_Run]:
-    """Yield the forward of a list of blocks, and its backward, if it ran. Frozen blocks at the beginning have no
-    backward."""
+    """Yield the forward of a list of blocks, and its backward, if it ran.
+
+    Frozen blocks at the beginning have no backward.
+    """
     paths = {blocks.block(name): name for name in blocks.present}
     traced = [span for span in spans if span.path in paths]
     for is_backward in (False, True):

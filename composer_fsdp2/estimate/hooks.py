@@ -67,8 +67,10 @@ def module_at(model: nn.Module, path: str) -> nn.Module | None:
 
 
 def _trained(model: nn.Module, plan: ShardingPlan) -> Iterator[tuple[str, str, nn.Parameter]]:
-    """Yield (FQN, unit name or "", parameter) of each parameter that requires a gradient. A tied parameter is
-    yielded once."""
+    """Yield (FQN, unit name or "", parameter) of each parameter that requires a gradient.
+
+    A tied parameter is yielded once.
+    """
     first_names = {
         without_wrappers(name): (spec.name, unit.name)
         for unit in plan.units

@@ -142,8 +142,10 @@ def _verdict(step: PlannedStep) -> Iterator[str]:
 
 
 def drawn_samples(timeline: Sequence[MemorySample], columns: int = _COLUMNS) -> list[MemorySample]:
-    """Downsample to at most ``columns`` samples. The largest sample of each interval is kept, so the peak is
-    preserved."""
+    """Downsample to at most ``columns`` samples.
+
+    The largest sample of each interval is kept, so the peak is preserved.
+    """
     if len(timeline) <= columns:
         return list(timeline)
     edges = [number * len(timeline) // columns for number in range(columns + 1)]

@@ -35,8 +35,10 @@ class OptimizerState(Value):
     foreach_tensors: int | None = None
 
     def state_bytes(self, elements: int, element_bytes: int) -> int:
-        """Return the state bytes of one parameter with ``elements`` local elements. An empty shard still has the
-        scalars."""
+        """Return the state bytes of one parameter with ``elements`` local elements.
+
+        An empty shard still has the scalars.
+        """
         return self.tensors * elements * element_bytes + self.numbers * 4
 
     def step_bytes(self, parameter_bytes: Sequence[int], device_type: str) -> int:

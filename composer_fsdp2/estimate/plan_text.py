@@ -94,8 +94,10 @@ def _memory(step: PlannedStep) -> Iterator[str]:
 
 
 def table_lines(table: Table) -> Iterator[str]:
-    """Yield a table as aligned lines. Rows are indented below the header, and long names cut to the terminal's
-    width."""
+    """Yield a table as aligned lines.
+
+    Rows are indented below the header, and long names cut to the terminal's width.
+    """
     widths = [max(len(row[column]) for row in (table.header, *table.rows)) for column in range(len(table.header))]
     excess = sum(widths) + 2 * len(widths) - text_width(sys.maxsize)
     widths[0] -= max(0, min(excess, widths[0] - _SHORTEST))

@@ -87,8 +87,10 @@ class PlannedStep(Value):
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens that all ranks train on in a step. TP and CP peers that read the same batch count
-        once."""
+        """The number of tokens that all ranks train on in a step.
+
+        TP and CP peers that read the same batch count once.
+        """
         config = self.plan.config
         readers = 1 if config.effective_broadcast_batch is BroadcastBatch.GATHER else config.data_block_size
         of_rank = self.num_microbatches * self.microbatch_size * self.sequence_length

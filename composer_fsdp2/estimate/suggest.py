@@ -166,8 +166,9 @@ class _Search:
             self._climb(sharding, activations or [now.activations], sizes)
 
     def _climb(self, sharding: Settings, activations: Sequence[Activations], sizes: Sequence[int]) -> None:
-        """Increase the microbatch while it fits and the step is faster. If it does not fit, recompute more blocks at
-        the same size.
+        """Increase the microbatch while it fits and the step is faster.
+
+        If it does not fit, recompute more blocks at the same size.
 
         With more recomputation, smaller microbatches are not tried again.
         """

@@ -89,8 +89,7 @@ _PATIENCE_S = 60.0
 
 @contextlib.contextmanager
 def warns_of_absent_ranks(process_group: Any) -> Iterator[None]:
-    """While the block runs, warn if ranks outside of ``process_group`` have not called the constructor after some
-    seconds.
+    """In the block, warn if ranks outside of ``process_group`` do not call the constructor within a minute.
 
     The constructor waits for all ranks of the default group; FSDP1 waited only for those in ``process_group``.
     """

@@ -23,9 +23,8 @@ _imported: set[str] = set()
 
 
 class InstalledFSDP:
-    """The handle that ``install_fsdp`` returns. ``uninstall()``, or the end of its ``with`` block, restores torch's
-    classes.
-    """
+    """The handle that ``install_fsdp`` returns. ``uninstall()``, or leaving its ``with`` block, restores torch's
+    classes."""
 
     def __init__(self, *, show_units: bool) -> None:
         note_optimizers()

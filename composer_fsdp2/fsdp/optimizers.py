@@ -72,8 +72,9 @@ def note_accumulation(instance: nn.Module) -> None:
 
 
 def clear_accumulated(parameters: Iterable[nn.Parameter]) -> None:
-    """Discard gradients that were accumulated under ``no_sync``. FSDP1 stores them in ``.grad``; ``fully_shard`` does
-    not.
+    """Discard gradients that were accumulated under ``no_sync``.
+
+    FSDP1 stores them in ``.grad``; ``fully_shard`` does not.
 
     If a step is abandoned (non-finite loss, end of an epoch), they would otherwise be added to the next step's
     gradients. Does not communicate.

@@ -179,16 +179,15 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The group over which this unit's parameters are sharded; under NO_SHARD, the group over which they are
-        replicated.
-        """
+        """The group over which parameters are sharded; under NO_SHARD, the group over which they are replicated."""
         found = group_of_unit(self, replicas=self.sharding_strategy is ShardingStrategy.NO_SHARD)
         return found or cast(dist.ProcessGroup, dist.group.WORLD)
 
     @property
     def _inter_node_pg(self) -> dist.ProcessGroup | None:
-        """The group over which this unit's shards are replicated; None without one. Composer and others read it with
-        hybrid strategies.
+        """The group over which this unit's shards are replicated; None without one.
+
+        Composer and others read it with hybrid strategies.
         """
         return group_of_unit(self, replicas=True)
 
@@ -287,8 +286,9 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate unsharded gradients in all backwards of the block. The first backward after the block reduces
-        them.
+        """Accumulate unsharded gradients in all backwards of the block.
+
+        The first backward after the block reduces them.
 
         Raises:
             CallError: this instance is not the root.

@@ -77,8 +77,10 @@ def log_replacement(name: str, instead: str) -> None:
 
 
 class _FSDP1Attribute:
-    """A descriptor for one attribute of FSDP1. If the module defines the name itself, the module's value is
-    returned."""
+    """A descriptor for one attribute of FSDP1.
+
+    If the module defines the name itself, the module's value is returned.
+    """
 
     def __init__(self, name: str, value: Callable[[nn.Module], Any], instead: str, only_attribute_access: bool) -> None:
         self.name, self.value, self.instead, self.only_attribute_access = name, value, instead, only_attribute_access
@@ -111,9 +113,7 @@ _ENDLESS_READS, _ENDLESS_S = 100_000, 10.0
 
 
 def _refuse_endless(caller: FrameType, name: str) -> None:
-    """Raise CallError in a loop ``while isinstance(m, FullyShardedDataParallel): m = m.module``, which would not
-    terminate.
-    """
+    """Raise CallError in an infinite loop ``while isinstance(m, FullyShardedDataParallel): m = m.module``."""
     global _last_read
     place = (id(caller), caller.f_lasti)
     before, count, since = _last_read

@@ -24,8 +24,9 @@ def wrapped_children(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def hook_of(owner: nn.Module, name: str) -> Callable[..., Any] | None:
-    """Return a hook of ``owner``, such as ``fsdp_wrap_fn``, or None. Attributes that are not callable are ignored, as
-    in FSDP1.
+    """Return a hook of ``owner``, such as ``fsdp_wrap_fn``, or None.
+
+    Attributes that are not callable are ignored, as in FSDP1.
     """
     hook = getattr(owner, name, None)
     return hook if callable(hook) else None

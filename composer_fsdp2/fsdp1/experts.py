@@ -62,8 +62,9 @@ def notes_on_siblings(modules: Mapping[str, nn.Module], units: Iterable[str]) ->
 
 
 def notes_of_hooks(modules: Mapping[str, nn.Module], units: Iterable[str]) -> Iterator[str]:
-    """Yield a warning about experts that the model's hooks make units. It is not an error: the model may run all of
-    them.
+    """Yield a warning about experts that the model's hooks make units.
+
+    It is not an error: the model may run all of them.
     """
     found = [path for path in units if _is_expert(path, modules, Wrap()) and not _all_run(path, modules)]
     if found:

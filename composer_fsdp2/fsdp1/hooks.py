@@ -141,8 +141,9 @@ def _notes_of_hooks(model: nn.Module, modules: Mapping[str, nn.Module], contradi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reader:
-    """Calls the hooks of the direct children. A hook is called only with modules that may be units, because it may
-    raise for others.
+    """Calls the hooks of the direct children.
+
+    A hook is called only with modules that may be units, because it may raise for others.
 
     Args:
         read: Called with the dict that a hook returned and the module's path; returns the overrides.
@@ -164,8 +165,9 @@ class _Reader:
     contradicting: list[str] = field(default_factory=list)
 
     def read_below_root(self, path: str, root: nn.Module, child: nn.Module) -> None:
-        """Choose the units below the root unit ``root``. If ``root`` has no ``forward``, its children are root units in
-        its place.
+        """Choose the units below the root unit ``root``.
+
+        If ``root`` has no ``forward``, its children are root units in its place.
         """
         if root in self.units or root in self.ignored:
             return

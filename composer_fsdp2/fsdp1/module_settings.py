@@ -75,8 +75,10 @@ def _synonyms(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _values_in_effect(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the entries that have an effect. ``backward_prefetch`` None is parsed as NONE (no prefetch), as in
-    torch's FSDP1."""
+    """Yield the entries that have an effect.
+
+    ``backward_prefetch`` None is parsed as NONE (no prefetch), as in torch's FSDP1.
+    """
     for key, value in given.items():
         if KEYS_OF_MODULES[key].of_modules is not Outcome.UNNEEDED:
             yield key, BackwardPrefetch.NONE if key == "backward_prefetch" and value is None else value

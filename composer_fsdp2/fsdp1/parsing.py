@@ -226,8 +226,9 @@ def _rank_groups(value: object) -> RankGroups:
 
 
 def check_same_reshard(of_strategy: bool | int | None, value: bool | int) -> None:
-    """Raise ConfigError if ``reshard_after_forward`` contradicts the strategy. An integer agrees with a strategy that
-    reshards.
+    """Raise ConfigError if ``reshard_after_forward`` contradicts the strategy.
+
+    An integer agrees with a strategy that reshards.
     """
     if of_strategy is None:
         return
@@ -273,8 +274,9 @@ def parse_mixed_precision(value: object) -> NamedPrecision | MixedPrecision:
 
 
 def mixed_precision_of(given: NamedPrecision | MixedPrecision, precision: str) -> MixedPrecision:
-    """Return the dtypes for Composer's ``precision``. DEFAULT reduces gradients in float32, PURE in the low-precision
-    dtype.
+    """Return the dtypes for Composer's ``precision``.
+
+    DEFAULT reduces gradients in float32, PURE in the low-precision dtype.
     """
     if isinstance(given, MixedPrecision):
         return given

@@ -22,8 +22,10 @@ class Policy(Protocol):
     """A ``Wrap``, applied to a model."""
 
     def below(self, root: nn.Module) -> Mapping[nn.Module, str]:
-        """Return the selected modules and the reason for each. Includes at least the selected modules below
-        ``root``."""
+        """Return the selected modules and the reason for each.
+
+        Includes at least the selected modules below ``root``.
+        """
 
     def unmatched(self, chosen: Collection[nn.Module]) -> Iterator[str]:
         """Yield a line for the report for each setting that selects no module in ``chosen``, the modules that can be
@@ -125,8 +127,9 @@ def _embeddings_of(module: nn.Module, getter: str, names: tuple[str, ...]) -> It
 
 
 def _is_model(module: nn.Module) -> bool:
-    """Whether the module is a model: it has embeddings or ``lm_head``. ``output`` is not enough, because blocks may
-    have it.
+    """Whether the module is a model: it has embeddings or ``lm_head``.
+
+    ``output`` is not enough, because blocks may have it.
     """
     return any(hasattr(module, name) for name in (*_EMBEDDINGS, "lm_head"))
 
@@ -181,8 +184,10 @@ def _large_modules(root: nn.Module, min_num_params: int, ignored: frozenset[nn.M
     chosen: list[nn.Module] = []
 
     def numel_in_units(module: nn.Module) -> int:
-        """Return the number of elements in units at or below ``module``. A shared parameter is counted at each
-        place."""
+        """Return the number of elements in units at or below ``module``.
+
+        A shared parameter is counted at each place.
+        """
         numel = sum(parameter.numel() for parameter in module.parameters() if parameter not in ignored_parameters)
         if numel < min_num_params or isinstance(module, _NOT_SEARCHED):
             return 0

@@ -123,8 +123,9 @@ def _experts_value(wrap: Wrap) -> list[str] | str:
 
 
 def parse_checkpointed_classes(value: object) -> tuple[str, ...] | None:
-    """Parse class names of modules to recompute. ``auto`` returns (), the model's ``_no_split_modules``; None returns
-    None, its hooks.
+    """Parse class names of modules to recompute.
+
+    ``auto`` returns (), the model's ``_no_split_modules``; None returns None, its hooks.
     """
     if value is None:
         return None

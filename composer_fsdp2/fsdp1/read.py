@@ -83,8 +83,9 @@ class UserConfig:
 
 
 def _resolved(value: Any, at: str = "fsdp_config") -> Any:
-    """Convert OmegaConf containers to dicts and lists, also inside plain dicts and lists. Other values are returned
-    unchanged.
+    """Convert OmegaConf containers to dicts and lists, also inside plain dicts and lists.
+
+    Other values are returned unchanged.
 
     Raises:
         ConfigError: a value is missing (``???``) or an interpolation has no target; names ``at`` and the key.

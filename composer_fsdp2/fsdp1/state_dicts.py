@@ -189,8 +189,9 @@ def _convert_state_dict(unit: nn.Module, state_dict: dict[str, Any], prefix: str
 
 
 def _keeps_full_values(model: nn.Module, config: StateDictConfig | OptimStateDictConfig) -> bool:
-    """Whether this rank returns full values. With ``rank0_only``, only the first rank of each replica does, as under
-    FSDP1.
+    """Whether this rank returns full values.
+
+    With ``rank0_only``, only the first rank of each replica does, as under FSDP1.
     """
     if not getattr(config, "rank0_only", False):
         return True
@@ -294,8 +295,9 @@ def shard_full_optim_state_dict(
     optim_input: Any = None,
     optim: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
-    """``optim_state_dict_to_load`` for full values that each rank has. Without ``optim``, positions are those of all
-    parameters.
+    """``optim_state_dict_to_load`` for full values that each rank has.
+
+    Without ``optim``, positions are those of all parameters.
     """
     return _state_by_position(model, _parameters_of(optim, model, optim_input), full_optim_state_dict)
 

@@ -1,5 +1,7 @@
-"""Explain the arguments of FSDP1's class with ``composer-fsdp2 explain``. They are in scripts, so no file is
-migrated."""
+"""Explain the arguments of FSDP1's class with ``composer-fsdp2 explain``.
+
+They are in scripts, so no file is migrated.
+"""
 
 from composer_fsdp2.config.findings import Finding
 from composer_fsdp2.config.rows import Row, undecided
@@ -29,8 +31,10 @@ class FSDPClass(Dialect):
 
 
 def _finding(row: Row, value: object) -> Finding:
-    """Return the outcome of one argument. If the outcome depends on the value, it is that of the ``fsdp_config``
-    key."""
+    """Return the outcome of one argument.
+
+    If the outcome depends on the value, it is that of the ``fsdp_config`` key.
+    """
     if row.decide is None or value is None or row.name not in KEYS_BY_NAME:
         return row.usual(row.name, value)
     given = {row.name: value, **({"process_group": BY_NODE} if "HYBRID" in str(value) else {})}

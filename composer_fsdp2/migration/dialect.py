@@ -224,8 +224,10 @@ class Dialect:
         return written(self.rows, run)
 
     def is_own(self, finding: Finding) -> bool:
-        """Return whether only this system has a finding's key. A conversion drops such a key unless it sets a field
-        of the run."""
+        """Return whether only this system has a finding's key.
+
+        A conversion drops such a key unless it sets a field of the run.
+        """
         return False
 
     def keeps(self, key: str) -> bool:
@@ -237,8 +239,10 @@ class Dialect:
         return next((row for row in self.rows if key in (row.name, *row.aliases)), None)
 
     def holder(self, path: Path) -> Path:
-        """Return the path of the section to which the mapping at ``path`` belongs. By default the mapping is the
-        section."""
+        """Return the path of the section to which the mapping at ``path`` belongs.
+
+        By default the mapping is the section.
+        """
         return path
 
     def replaced_block(self, section: Section) -> ReplacedBlock | None:
@@ -309,8 +313,10 @@ class Dialect:
         return (*kept, *(each.finding for each in lost))
 
     def _as_before(self, finding: Finding, row: Row | None) -> Finding:
-        """Change the outcome to exact if only other systems lack the key. Findings on invalid values and unknown
-        keys are unchanged."""
+        """Change the outcome to exact if only other systems lack the key.
+
+        Findings on invalid values and unknown keys are unchanged.
+        """
         is_of_others = row is not None and row.outcome is finding.outcome and row.takes.fits(finding.value)
         outcomes = (Outcome.APPROXIMATE, Outcome.UNSUPPORTED, *([Outcome.NEEDS_DECISION] if is_of_others else []))
         if finding.outcome not in outcomes or not finding.known:
@@ -348,8 +354,10 @@ class Dialect:
         return {}
 
     def files(self, row: Row, value: Any) -> Mapping[str, Section]:
-        """Return, for each reader, the smallest file in which a key has an effect. The key "" is used if there is
-        only one reader."""
+        """Return, for each reader, the smallest file in which a key has an effect.
+
+        The key "" is used if there is only one reader.
+        """
         return {"": self.silent[0]}
 
     def place(self, row: Row, section: Section) -> str:

@@ -190,8 +190,10 @@ def explain(asked: str, *, dialect: str | None = None) -> list[Explanation]:
 
 
 def _taking(word: str, dialect: str | None) -> Iterator[Explanation]:
-    """Yield the rows that accept the text as a value, with its outcome. A number is not looked up, because many rows
-    accept it."""
+    """Yield the rows that accept the text as a value, with its outcome.
+
+    A number is not looked up, because many rows accept it.
+    """
     for of, row in _rows(dialect) if any(map(str.isalpha, word)) else ():
         if values := _values_of(of, row, word):
             shown = next((value for value in values if isinstance(value, str)), word)

@@ -12,8 +12,10 @@ def has_interpolation(value: Any) -> bool:
 
 
 def interpolations(value: Any, path: Path) -> Iterator[tuple[str, Path]]:
-    """Yield each string with an interpolation in ``value``, at any depth, with its path. ``path`` is the path of
-    ``value``."""
+    """Yield each string with an interpolation in ``value``, at any depth, with its path.
+
+    ``path`` is the path of ``value``.
+    """
     return ((leaf, where) for leaf, where in leaves(value, path) if isinstance(leaf, str) and "${" in leaf)
 
 

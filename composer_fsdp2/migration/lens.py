@@ -85,8 +85,7 @@ def case(
     target: Text | None = None,
     asks: bool | None = None,
 ) -> tuple[Callable[[Any, Any], bool], Mapping[str, Any]]:
-    """Return an argument of ``cases``: how the finding differs for values for which ``applies(value, settings)`` is
-    true.
+    """Return an argument of ``cases``: changes of the finding if ``applies(value, settings)`` is true.
 
     Attributes that are None are those of the row's default finding. A text may be a function of the settings.
     """

@@ -34,8 +34,10 @@ class NothingToMigrateError(ConfigError):
 
 
 class ForeignSystemError(NothingToMigrateError):
-    """The file is for a system that is identified but cannot be read. In a folder, the file is skipped with a
-    message."""
+    """The file is for a system that is identified but cannot be read.
+
+    In a folder, the file is skipped with a message.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,6 @@
-"""Apply changes of a run to the text of its file, in the file's own keys. Called by ``plan --suggest``; does not write
-files.
+"""Apply changes of a run to the text of its file, in the file's own keys.
+
+Called by ``plan --suggest``; does not write files.
 
 Candidate sets of keys are written and read again. The first one that results in exactly the changed run is used.
 """
@@ -86,8 +87,9 @@ class PatchedFile:
 def apply_patch(
     text: str, name: str, patch: Patch, *, dialect: str | None = None, at: str | None = None
 ) -> PatchedFile:
-    """Apply a patch to one section of a file. If FSDP1's keys cannot express it, first migrate the file within its
-    system.
+    """Apply a patch to one section of a file.
+
+    If FSDP1's keys cannot express it, first migrate the file within its system.
 
     Args:
         dialect, at: As in ``migrate_text``; if several sections are found, the first is patched.
@@ -165,8 +167,10 @@ def _candidates(
     rows = {path: row for path, row in rows.items() if has_path(section.around, path)}
 
     def place_of(path: Path) -> Path:
-        """Return the path at which to write a key. A new key replaces an existing one in its mapping with the same
-        first field."""
+        """Return the path at which to write a key.
+
+        A new key replaces an existing one in its mapping with the same first field.
+        """
         first, others = new[path].fields[:1], (each for each in rows if each not in old | new)
         same = (each for each in others if each[:-1] == path[:-1] and decides(rows[each])[:1] == first)
         return path if has_path(section.around, path) else next(same, path)
@@ -236,8 +240,10 @@ def _edited(document: Document, section: Section, assigned: _Assigned) -> str:
 
 
 def _edits_of(document: Document, section: Section, assigned: _Assigned) -> Iterator[MappingEdit]:
-    """Yield one edit per mapping. A key whose mapping does not exist is added, nested, to the nearest existing
-    mapping."""
+    """Yield one edit per mapping.
+
+    A key whose mapping does not exist is added, nested, to the nearest existing mapping.
+    """
     replaced: dict[Path, dict[str, Settings]] = {}
     added: dict[Path, dict[str, Any]] = {}
     for path, entries in assigned.items():

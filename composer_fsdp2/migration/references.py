@@ -41,8 +41,9 @@ def with_shared(document: Document, path: Path, sections: Sequence[Path], change
 def read_again(
     document: Document, after: str, suffix: str, sections: Sequence[Section], changes: Sequence[Change]
 ) -> tuple[Document, tuple[Finding, ...]]:
-    """Parse and verify the new text. Return the document, and findings for entries outside the sections whose values
-    change.
+    """Parse and verify the new text.
+
+    Return the document, and findings for entries outside the sections whose values change.
 
     Raises:
         ConfigError: the text does not have the intended values, and must not be written; names file and line.

@@ -86,8 +86,7 @@ class Report:
         return [*of_files, self.error] if self.error else of_files
 
     def decisions(self) -> str:
-        """Return the findings that need a decision, one line per reason with the number of findings and places; ""
-        without any."""
+        """Return the findings that need a decision, one line per reason with count and places; "" without any."""
         return self._by_reason("to decide", lambda outcome: outcome.blocks, num_places=_SHOWN_PLACES)
 
     def differences(self) -> str:

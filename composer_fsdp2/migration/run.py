@@ -74,8 +74,9 @@ class RunConfig(Value):
 
     @classmethod
     def of_fields(cls, values: Mapping[str, Any]) -> "RunConfig":
-        """Return a run with these fields. Nested fields have dotted names; fields of ``config`` are named without
-        ``config.``.
+        """Return a run with these fields.
+
+        Nested fields have dotted names; fields of ``config`` are named without ``config.``.
 
         Raises:
             ConfigError: the values contradict each other.

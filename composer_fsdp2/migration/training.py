@@ -43,8 +43,10 @@ def count(value: Any, settings: object = None) -> int | None:
 
 
 def number_of(value: Any) -> float | None:
-    """Return a value as a finite number, rounded to ten digits, else None. Strings are parsed: YAML reads ``2e-5``
-    as a string."""
+    """Return a value as a finite number, rounded to ten digits, else None.
+
+    Strings are parsed: YAML reads ``2e-5`` as a string.
+    """
     try:
         number = math.nan if isinstance(value, bool | None) else float(f"{float(value):.10g}")
     except (TypeError, ValueError, OverflowError):

@@ -15,8 +15,9 @@ from composer_fsdp2.preflight.run_file import assumed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchKeys:
-    """The keys of one system. Of several, the first one set applies, searched from the sharding section to the top of
-    the file.
+    """The keys of one system.
+
+    Of several, the first one set applies, searched from the sharding section to the top of the file.
 
     Args:
         microbatch, accumulation, rank_batch, global_batch, sequence, optimizer: Dotted keys. ``rank_batch`` is the

@@ -88,8 +88,10 @@ def _built(build: Any, foundry: Any, given: dict[str, Any], file: RunFile, reque
 
 
 def _batches(config: Any, request: Request) -> Batches:
-    """Return a rank's microbatches, computed as in Composer's Trainer. The command line's microbatch overrides the
-    file's."""
+    """Return a rank's microbatches, computed as in Composer's Trainer.
+
+    The command line's microbatch overrides the file's.
+    """
     findings: tuple[Finding, ...] = ()
     rows = config.device_train_microbatch_size if request.microbatch is None else request.microbatch
     if rows == "auto":

@@ -196,8 +196,10 @@ def _composers(section: Section) -> _Config:
 
 
 def _translated(file: RunFile, dialect: Dialect, section: Section, world_size: int) -> _Config:
-    """Translate a section as ``migrate --to composer`` does. Settings that Composer does not have are in the
-    findings."""
+    """Translate a section as ``migrate --to composer`` does.
+
+    Settings that Composer does not have are in the findings.
+    """
     reading = dialect.read(section)
     if reading.run is None:
         blocking = [each for each in file.placed(reading.findings) if each.outcome.blocks]

@@ -44,8 +44,9 @@ class Training:
 
 
 class ModelWrapper(nn.Module):
-    """Wraps a module that is not a ComposerModel. Its only child, ``model``, is the root unit, as in Composer's
-    ``HuggingFaceModel``.
+    """Wraps a module that is not a ComposerModel.
+
+    Its only child, ``model``, is the root unit, as in Composer's ``HuggingFaceModel``.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -67,8 +67,7 @@ class PreflightRun:
         return self.microbatch_size * (config.data_block_size if is_gathered else 1)
 
     def trace(self) -> MicrobatchTrace:
-        """Trace one microbatch on fake tensors. Raises any error that the model's code raises on tensors without
-        data."""
+        """Trace one microbatch on fake tensors. Raises any error of the model's code on tensors without data."""
         return trace_microbatch(
             self.model,
             self.plan,

@@ -1,5 +1,7 @@
-"""Propose edits of a user's file: the fastest settings that fit. Each proposal is planned by reading the edited
-file."""
+"""Propose edits of a user's file: the fastest settings that fit.
+
+Each proposal is planned by reading the edited file.
+"""
 
 import contextlib
 import math

@@ -47,8 +47,10 @@ class TomlDocument(Document):
         self.values: dict[str, Any] = read_values(tomllib.loads, self.text, name)
 
     def entry(self, path: Path) -> Entry:
-        """As ``Document.entry``. For a table without a header, its first entry; for an item of an array or braces,
-        the enclosing entry."""
+        """As ``Document.entry``.
+
+        For a table without a header, its first entry; for an item of an array or braces, the enclosing entry.
+        """
         if not has_path(self.values, path):
             raise KeyError(path)
         if not path:

@@ -20,8 +20,9 @@ _MAX_NODES_OF_ALIASES = 100_000  # a configuration has hundreds; ten lines of al
 
 
 class YamlEntries(*_PARSERS):  # type: ignore[misc]
-    """The documents of a YAML text: their values as parsed by PyYAML (YAML 1.1), and their entries. Limits depth and
-    size.
+    """The documents of a YAML text: their values as parsed by PyYAML (YAML 1.1), and their entries.
+
+    Limits depth and size.
 
     Attributes:
         roots: The root entry of each document.

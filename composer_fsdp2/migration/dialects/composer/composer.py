@@ -126,8 +126,10 @@ class ComposerDialect(Dialect):
         return [MappingEdit(path=section.path, replacements=replacements)] if replacements else []
 
     def own_findings(self, reading: Reading, lost: Sequence[Loss]) -> tuple[Finding, ...]:
-        """Return the findings of the reading, which already describe FSDP2. A field that the new text loses is a
-        bug, and reported."""
+        """Return the findings of the reading, which already describe FSDP2.
+
+        A field that the new text loses is a bug, and reported.
+        """
         faults = (fault(name, "", "the new text loses it") for each in lost for name in each.fields if not each.is_kept)
         found = (each for each in reading.findings if each.key not in NUMBERS_OF_TRAINING)
         return (*found, *launch_findings(reading.details), *faults)

@@ -274,8 +274,10 @@ def _naming(document: Document, path: Path, refused: Sequence[str] = ()) -> Find
 
 
 def _of_axolotls(document: Document, json: _Json) -> WithSettings:
-    """Replace ``deepspeed`` in an axolotl file by keys of FSDP1. Batches, precision and clipping are those of
-    axolotl's keys."""
+    """Replace ``deepspeed`` in an axolotl file by keys of FSDP1.
+
+    Batches, precision and clipping are those of axolotl's keys.
+    """
     values, (entries, names) = document.values, _entries(json)
     names = {key: each for key, each in names.items() if each not in _OF_TRAINERS}
     entries = {key: each for key, each in entries.items() if key not in _OF_TRAINERS}

@@ -260,8 +260,10 @@ def _entries(new: Mapping[str, Any], config: EffectiveConfig) -> Settings:
 
 
 def _inside(section: Section, config: EffectiveConfig) -> dict[str, GivenKey]:
-    """Return the keys in ``fsdp_config``, or in a file that is the content of one. Keys that are not strings are
-    omitted."""
+    """Return the keys in ``fsdp_config``, or in a file that is the content of one.
+
+    Keys that are not strings are omitted.
+    """
     above = "" if is_bare(section.given) else "fsdp_config."
     values = section.given if not above else section.given.get("fsdp_config")
     return {

@@ -61,8 +61,10 @@ class Worker(Effective):
 
 
 def count_of(devices: Any) -> int | None:
-    """Return the number of devices in ``device_mapping``. Of strings, which ROLL evaluates, lists, ranges and their
-    sums are parsed."""
+    """Return the number of devices in ``device_mapping``.
+
+    Of strings, which ROLL evaluates, lists, ranges and their sums are parsed.
+    """
     try:
         listed = _listed(ast.parse(devices.strip(), mode="eval").body) if isinstance(devices, str) else devices
         return len(listed) if isinstance(listed, list | tuple | range) else None

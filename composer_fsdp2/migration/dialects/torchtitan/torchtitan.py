@@ -98,8 +98,10 @@ class TorchTitanDialect(Dialect):
         )
 
     def own_findings(self, reading: Reading, lost: Sequence[Loss]) -> tuple[Finding, ...]:
-        """As ``Dialect.own_findings``. A key of an earlier release gets its name in v0.2.2 (the last release with
-        TOML) as hint."""
+        """As ``Dialect.own_findings``.
+
+        A key of an earlier release gets its name in v0.2.2 (the last release with TOML) as hint.
+        """
         new = {key: row.name for key, row in reading.rows.items() if key not in (row.name, row.name.split(".", 1)[-1])}
         return tuple(
             replace(each, hint=f"v0.2.2, the last release that reads TOML, calls it {new[each.key]}")
@@ -117,8 +119,10 @@ class TorchTitanDialect(Dialect):
 
 
 def effective(section: Section) -> Effective:
-    """Return the keys of the section, and known or misspelt keys of other tables. Further keys do not affect
-    sharding."""
+    """Return the keys of the section, and known or misspelt keys of other tables.
+
+    Further keys do not affect sharding.
+    """
     own, around = section.place, section.around
     given = {f"{own}.{key}": value for key, value in section.given.items()}
     for name in NAMES:
