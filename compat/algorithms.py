@@ -169,8 +169,9 @@ def compute_ema(
 
 
 def _shard_averages(ema: EMAParameters, model: nn.Module) -> None:
-    """Shard the averages of a loaded EMA as the model. A checkpoint has full averages, named as in the run that saved
-    it.
+    """Shard the averages of a loaded EMA as the model.
+
+    A checkpoint has full averages, named as in the run that saved it.
 
     Does not communicate.
     """

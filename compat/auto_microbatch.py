@@ -308,8 +308,9 @@ class _Evaluation:
         return True
 
     def vote_into(self, found: torch.Tensor) -> None:
-        """Vote instead of Composer's all-reduce of out-of-memory flags, and set the flag ``found``. Called on all
-        ranks.
+        """Vote instead of Composer's all-reduce of out-of-memory flags, and set the flag ``found``.
+
+        Called on all ranks.
 
         A rank that ran out of memory has already voted.
         """

@@ -82,8 +82,10 @@ def before_event(state: State, event: Event) -> None:
 
 
 def after_event(state: State, event: Event) -> None:
-    """Compare the first batch of a dataloader after algorithms have changed it. Called on all ranks after each
-    event."""
+    """Compare the first batch of a dataloader after algorithms have changed it.
+
+    Called on all ranks after each event.
+    """
     block = find_batch_group(state.model)
     if block is None:
         return

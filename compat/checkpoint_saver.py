@@ -71,8 +71,10 @@ def _warn_not_async() -> None:
 
 
 def _finish_save(saver: CheckpointSaver, logger: Any, original: Callable[..., Any], written: SavedState) -> None:
-    """Run the second part of Composer's save: link, upload, record the checkpoint, and remove old ones. Called on
-    all ranks."""
+    """Run the second part of Composer's save: link, upload, record the checkpoint, and remove old ones.
+
+    Called on all ranks.
+    """
     if saver.latest_filename is not None and saver.num_checkpoints_to_keep != 0:
         _link(Path(saver.latest_filename.format(written)), written)
     if not written.fsdp_sharded_state_dict_enabled or saver.num_checkpoints_to_keep != 0:
@@ -87,8 +89,9 @@ def _finish_save(saver: CheckpointSaver, logger: Any, original: Callable[..., An
 
 
 def _link(link: Path, written: SavedState) -> None:
-    """Replace ``link`` atomically by a link to the checkpoint. Only the rank that wrote the file, or rank 0 for a
-    folder, does so.
+    """Replace ``link`` atomically by a link to the checkpoint.
+
+    Only the rank that wrote the file, or rank 0 for a folder, does so.
 
     Composer removes the old link first. A run that is killed before the new link exists would restart from scratch.
     """

@@ -390,8 +390,10 @@ def _never(state: State, event: Event) -> bool:
 
 
 def _saves(callback: Any) -> bool:
-    """Whether a callback of Composer or LLM Foundry writes checkpoints. Compares class names, to not import LLM
-    Foundry."""
+    """Whether a callback of Composer or LLM Foundry writes checkpoints.
+
+    Compares class names, to not import LLM Foundry.
+    """
     names = {kind.__name__ for kind in type(callback).__mro__}
     return isinstance(callback, CheckpointSaver) or bool(
         names & {"HuggingFaceCheckpointer", "MonolithicCheckpointSaver"}

@@ -32,8 +32,10 @@ class EveryKeyFSDP2Config(FSDP2Config):
 
     @classmethod
     def of(cls, config: FSDP2Config) -> "EveryKeyFSDP2Config":
-        """Copy an FSDP2Config. Its ``device_mesh`` is converted to degrees, because Composer's State creates the
-        mesh."""
+        """Copy an FSDP2Config.
+
+        Its ``device_mesh`` is converted to degrees, because Composer's State creates the mesh.
+        """
         given = {
             key: value
             for key, value in vars(config).items()

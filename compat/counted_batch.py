@@ -42,8 +42,10 @@ class Counting:
         return counted(self._collectives.calls)
 
     def note_unsharded(self, model: nn.Module) -> None:
-        """Copy the model without data before it is sharded, for the prediction. Without a copy there is no
-        prediction."""
+        """Copy the model without data before it is sharded, for the prediction.
+
+        Without a copy there is no prediction.
+        """
         with contextlib.suppress(Exception):
             self._unsharded = copy_with(model, (), _without_values)
 
@@ -92,8 +94,10 @@ class Counting:
 
 
 def _is_offloaded(model: nn.Module) -> bool:
-    """Whether shards are on another device than the mesh. They are not counted: host and device memory would be
-    added up."""
+    """Whether shards are on another device than the mesh.
+
+    They are not counted: host and device memory would be added up.
+    """
     return any(
         isinstance(each, DTensor) and local_tensor(each).device.type != each.device_mesh.device_type
         for each in model.parameters()

@@ -170,8 +170,10 @@ class _CrossEntropy(torch.autograd.Function):
 def _attention_like_flash(
     query: Tensor, key: Tensor, value: Tensor, n_heads: int, kv_n_heads: int, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None, None]:
-    """Replaces MPT's attention function. Ignores masks and ALiBi, which flash attention applies without allocating
-    memory."""
+    """Replaces MPT's attention function.
+
+    Ignores masks and ALiBi, which flash attention applies without allocating memory.
+    """
     queries, keys, values = (
         each.unflatten(-1, (number, -1)).transpose(1, 2)  # b, heads, s, d
         for each, number in ((query, n_heads), (key, kv_n_heads), (value, kv_n_heads))

@@ -86,8 +86,10 @@ def class_for_scripts(original: type) -> type:
     why="scripts and LLM Foundry's MonolithicCheckpointSaver call them, and FSDP1's raise KeyError or AttributeError",
 )
 def static_method(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Replaces a static method of FSDP1's class. Models with FSDP1 modules, and unsharded ones, still use the
-    original."""
+    """Replaces a static method of FSDP1's class.
+
+    Models with FSDP1 modules, and unsharded ones, still use the original.
+    """
     name = original.__name__
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     model: nn.Module = given["model"] if "model" in given else given["module"]

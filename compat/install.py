@@ -61,8 +61,9 @@ def is_installed() -> bool:
 
 @contextlib.contextmanager
 def fsdp2(*, show_units: bool = False) -> Iterator[None]:
-    """``install`` for the duration of a ``with`` block. If ``install`` was called before, it remains installed after
-    the block.
+    """``install`` for the duration of a ``with`` block.
+
+    If ``install`` was called before, it remains installed after the block.
 
     Args:
         show_units: Print the name of every unit of a sharded model on rank 0. False prints only the number of units.

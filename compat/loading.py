@@ -118,8 +118,10 @@ class _Loading:
         self.inventory, self.entries = inventory, entries
 
     def apply_algorithms(self, logger: Any, exclude: list[str] | None, passes: Any) -> None:
-        """Apply the algorithms of the saving run that change the model, so its tensors match. Shards the model if
-        necessary."""
+        """Apply the algorithms of the saving run that change the model, so its tensors match.
+
+        Shards the model if necessary.
+        """
         if "algorithms" in self.entries["state"]:
             self.state._apply_required_algorithms(self.entries["state"], logger, exclude, passes)
         if not is_sharded(self.state.model):

@@ -491,8 +491,9 @@ def _logged_module_names(model: nn.Module, *, as_fsdp1: bool) -> dict[nn.Module,
 
 
 def is_reduced(tensor: torch.Tensor) -> bool:
-    """Whether a tensor that a caller all-reduces is a replicated DTensor. It is the full result, and must not be
-    summed.
+    """Whether a tensor that a caller all-reduces is a replicated DTensor.
+
+    It is the full result, and must not be summed.
 
     The steps of LLM Foundry's DecoupledAdaLRLion and DecoupledClipLion, and its optimizers' metrics, sum values that
     FSDP1 computed on shards. The sum of ``norm ** 2`` of a replicated DTensor would count it once per rank.

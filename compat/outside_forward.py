@@ -42,8 +42,10 @@ def _with_full_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def around_event(state: State, event: Event) -> contextlib.AbstractContextManager[Any]:
-    """Return a context for algorithms and callbacks at ``event``. After the loss, it lets them compute penalties on
-    full parameters."""
+    """Return a context for algorithms and callbacks at ``event``.
+
+    After the loss, it lets them compute penalties on full parameters.
+    """
     is_loss = event is Event.AFTER_LOSS and is_sharded(state.model)
     return FullTensorMode() if is_loss else contextlib.nullcontext()
 

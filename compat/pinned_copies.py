@@ -24,8 +24,10 @@ log = logging.getLogger(__name__)
 
 
 def is_on_device(tensor: torch.Tensor) -> bool:
-    """Whether a tensor must be copied to pinned memory. Tensors in host memory (CPU offload) are copied to pageable
-    memory."""
+    """Whether a tensor must be copied to pinned memory.
+
+    Tensors in host memory (CPU offload) are copied to pageable memory.
+    """
     return tensor.device.type != "cpu"
 
 
@@ -48,8 +50,10 @@ def keep_on_device(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 
 class PinnedCopies:
-    """Copies of a rank's tensors in one pinned buffer of exactly their size. Each call overwrites the copies of the
-    last."""
+    """Copies of a rank's tensors in one pinned buffer of exactly their size.
+
+    Each call overwrites the copies of the last.
+    """
 
     def __init__(self) -> None:
         self._memory: _HostMemory | None = None
@@ -106,8 +110,9 @@ def _empty_copy(memory: "_HostMemory | None", start: int, part: torch.Tensor) ->
 
 
 class _HostMemory:
-    """Host memory of exactly the requested size. It is pinned while this object is alive; tensors in it may live
-    longer.
+    """Host memory of exactly the requested size.
+
+    It is pinned while this object is alive; tensors in it may live longer.
 
     Args:
         pin: Whether to try to pin the memory.

@@ -91,8 +91,10 @@ def _find_on_local_rank_0(path: str) -> str | Located:
 
 
 def _first_ranks_of_machines() -> list[int]:
-    """Return, for each rank, the first rank of its node, computed from local ranks. Called on all ranks; all-gathers
-    them."""
+    """Return, for each rank, the first rank of its node, computed from local ranks.
+
+    Called on all ranks; all-gathers them.
+    """
     return all_gather_object(dist.get_global_rank() - dist.get_local_rank())
 
 

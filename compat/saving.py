@@ -173,8 +173,10 @@ def _pack(source: Path, packed: Path) -> None:
 
 
 def write_sharded(state: State, state_dict: dict[str, Any], filename: str, group: dist.ProcessGroup | None) -> None:
-    """Write a DCP checkpoint as Composer does: one replica writes, and only rank 0 writes RNG states. Called on all
-    ranks."""
+    """Write a DCP checkpoint as Composer does: one replica writes, and only rank 0 writes RNG states.
+
+    Called on all ranks.
+    """
     assert state.fsdp_config is not None
     if dist.get_rank() > 0:
         state_dict.pop("rng", None)

@@ -82,8 +82,10 @@ class Replacement:
 
 
 def replace(seams: Sequence[Seam]) -> list[Replacement]:
-    """Install all seams, at all current bindings of their originals. If an original is not found, nothing is
-    changed."""
+    """Install all seams, at all current bindings of their originals.
+
+    If an original is not found, nothing is changed.
+    """
     originals = [vars(_owner(each))[_attribute(each)] for each in seams]
     replacements = [
         Replacement(each, original, each.around(original)) for each, original in zip(seams, originals, strict=True)
