@@ -1,4 +1,4 @@
-"""Use composer_fsdp2 from Composer and LLM Foundry: within ``fsdp2()``, FSDP1 configurations train on FSDP2."""
+"""Make Composer and LLM Foundry train on FSDP2. Within ``fsdp2()``, FSDP1 configurations shard with ``fully_shard``."""
 
 if __name__ != "composer_fsdp2.compat":
     raise ImportError(f"this package is composer_fsdp2.compat; it was imported as {__name__!r}")

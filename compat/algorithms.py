@@ -1,9 +1,9 @@
-"""Composer's algorithms on a model sharded by ``fully_shard``, or before it is sharded: surgery, EMA and SAM.
+"""Make Composer's algorithms work with ``fully_shard``: surgery before sharding, EMA and SAM on shards.
 
 [Note: surgery] Most algorithms that replace modules run at ``Event.INIT``, before a Trainer shards its model. The
-optimizer must be updated, and all ranks must draw the same new weights: Composer seeds each rank differently, and
-replicas (NO_SHARD, HYBRID_SHARD) all-reduce gradients, but not weights. On a sharded model, surgery is rejected: new
-parameters belong to no unit, so their gradients are not averaged, and the ranks would diverge.
+optimizer must then be updated, and all ranks must initialise the new weights equally: Composer seeds each rank
+differently, and replicas (NO_SHARD, HYBRID_SHARD) all-reduce gradients, but not weights. Surgery on a sharded model is
+rejected: new parameters belong to no unit, so their gradients would not be averaged, and ranks would diverge.
 
 EMA and SAM operate on each rank's own shards. With FSDP1, Composer gathered the full model for each update of EMA, and
 every rank stored full averages; SAM used the norm of each rank's local gradient.
@@ -90,9 +90,10 @@ def apply_required_algorithms(original: Callable[..., Any], self: State, *args: 
 
 @contextlib.contextmanager
 def _surgery(state: State) -> Iterator[None]:
-    """A context for algorithms that may replace modules before the model is sharded. Called on all ranks.
+    """Run algorithms that may replace modules in the block, before the model is sharded. Called on all ranks.
 
-    All ranks draw the same random numbers; afterwards the optimizer is updated to the model's parameters.
+    All ranks use the same seed in the block. After it, the optimizer gets the model's new parameters. Does not
+    communicate.
     """
     if state.fsdp_config is None:  # DDP broadcasts rank 0's weights, and Composer creates it after surgery
         yield
@@ -106,7 +107,7 @@ def _surgery(state: State) -> Iterator[None]:
 def _update_optimizers(
     optimizers: Sequence[torch.optim.Optimizer], before: Sequence[nn.Parameter], after: Sequence[nn.Parameter]
 ) -> None:
-    """Remove parameters from the optimizer that the model no longer has, and add new ones, as with FSDP1."""
+    """Remove parameters that the model no longer has from the optimizer, and add the new ones, as with FSDP1."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     present = {parameter for group in groups for parameter in group["params"]}
     lost = [each for each in before if each in present.difference(after)]
@@ -116,14 +117,14 @@ def _update_optimizers(
 
 
 def _is_changed(model: nn.Module, before: set[nn.Parameter]) -> bool:
-    """Whether a sharded model has different parameters than before; first frees parameters that a forward left
-    gathered."""
+    """Reshard the model, and return whether it has other parameters than ``before``."""
     reshard(model)
     return before != set(model.parameters())
 
 
 def _refuse_late_norms(state: State, event: Event) -> None:
-    """Reject low-precision norms created after sharding: torch cannot copy a sharded weight into a new module."""
+    """Raise for low-precision norms that are created after sharding: torch cannot copy a sharded weight into a new
+    module."""
     norms = [each for each in state.algorithms if isinstance(each, LowPrecisionGroupNorm | LowPrecisionLayerNorm)]
     late = [type(each).__name__ for each in norms if each.apply_at is event]
     if late and state.precision in (Precision.AMP_FP16, Precision.AMP_BF16):
@@ -168,7 +169,9 @@ def compute_ema(
 
 
 def _shard_averages(ema: EMAParameters, model: nn.Module) -> None:
-    """Shard loaded averages, which are full and have the names of the run that saved them, like the model.
+    """Shard the averages of a loaded EMA as the model.
+
+    A checkpoint has full averages, named as in the run that saved it.
 
     Does not communicate.
     """
@@ -186,7 +189,12 @@ def _sharded(averages: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tens
 
 
 def _names(averages: Iterable[str], live: Iterable[str]) -> dict[str, str]:
-    """Map each name in a checkpoint to the model's, ignoring prefixes of FSDP1, activation checkpointing and DDP."""
+    """Map each parameter name in a checkpoint to the model's, ignoring prefixes of FSDP1, activation checkpointing and
+    DDP.
+
+    Raises:
+        CheckpointError: the model has no such parameter.
+    """
     own = {canonical(name): name for name in live}
     found = {name: own.get(canonical(name), own.get(canonical(name.removeprefix(_DDP)), "")) for name in averages}
     unknown = [name for name, of_model in found.items() if not of_model]

@@ -37,8 +37,8 @@ from .seams import seam
 
 
 class SavedState:
-    """A State at the time of its checkpoint, and the path of the file this rank has written; None if another rank
-    writes it."""
+    """A Trainer's State with the timestamp of its checkpoint, and the path that this rank wrote; None if it wrote no
+    file."""
 
     def __init__(self, state: State, path: str | None) -> None:
         self._state, self.path = state, path
@@ -64,7 +64,12 @@ def save_checkpoint(original: Callable[..., Any], state: State | SavedState, *ar
 
 
 def start(saver: CheckpointSaver, state: State, filename: str, finish_save: Callable[[SavedState], None]) -> None:
-    """Copy the state and start to write it. Called on all ranks."""
+    """Copy the state to host memory, and start a thread that writes it. Called on all ranks.
+
+    Args:
+        filename: The checkpoint's path.
+        finish_save: Called once all ranks have written; links and uploads the file.
+    """
     global _pending
     connected = control_group()  # while all ranks are here
     group = _writing_group(state)
@@ -81,8 +86,10 @@ def start(saver: CheckpointSaver, state: State, filename: str, finish_save: Call
 def _writer_of(
     state: State, state_dict: dict[str, Any], filename: str, group: dist.ProcessGroup | None
 ) -> tuple[str | None, Callable[[], None], Callable[[], None]]:
-    """This rank's file, or None; a function that writes it; and a function that renames it after all ranks have
-    written."""
+    """Return the path that this rank writes (or None), a function that writes it, and a function that renames it.
+
+    The file is renamed once all ranks have written.
+    """
     if state.fsdp_sharded_state_dict_enabled:  # the folder is published by a link
         write = functools.partial(write_sharded, state, state_dict, filename, group)
         return filename if writes_shards(state) else None, write, lambda: None
@@ -98,7 +105,7 @@ def _writer_of(
 
 
 def finish_pending() -> None:
-    """Wait for the checkpoint being written, if any. Called on all ranks."""
+    """Wait until the checkpoint being written is complete, if there is one. Called on all ranks."""
     global _pending
     pending, _pending = _pending, None
     if pending is not None:
@@ -111,7 +118,10 @@ def finish_pending() -> None:
     why="async_save: links and errors follow once the checkpoint is written",
 )
 def batch_end(original: Callable[..., Any], self: CheckpointSaver, state: State, logger: Any) -> None:
-    """Replaces ``CheckpointSaver.batch_end``: links, retention and the writer's errors, once all ranks have written."""
+    """Replaces ``CheckpointSaver.batch_end``: if all ranks have written, first completes the save or raises its error.
+
+    Called on all ranks. Completing a save updates links and removes old checkpoints.
+    """
     if _pending is not None and _pending.saver is self and _pending.is_done_everywhere():
         finish_pending()
     original(self, state, logger)
@@ -144,9 +154,9 @@ def save_checkpoint_to_save_folder(original: Callable[..., Any], self: Any) -> N
 
 
 def _copy(state: State, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A copy in host memory, which training does not modify; DTensors stay DTensors.
+    """Copy the state to host memory, where training does not modify it. DTensors remain DTensors.
 
-    Device tensors are copied to pinned memory, which all saves of this process reuse.
+    Tensors on a device are copied to pinned memory, which all saves of this process reuse.
     """
     pinned = _pinned.of(tensor for tensor in tensors_in(state_dict) if is_on_device(tensor))
     live = {_address(tensor) for tensor in _trained_tensors(state)}
@@ -189,9 +199,9 @@ _WRITE_TIMEOUT = timedelta(days=1)
 
 
 def _writing_group(state: State) -> dist.ProcessGroup | None:
-    """A process group of the writing ranks for the background thread, separate from the collectives of training.
+    """Return a process group of the writing ranks, for the background thread; None on ranks that do not write.
 
-    Created once per run; None on a rank that does not write. Called on all ranks.
+    The group is separate from those of training, and created once per run. Called on all ranks.
     """
     writes = not state.fsdp_sharded_state_dict_enabled or writes_shards(state)
     return _gloo_group(
@@ -206,12 +216,12 @@ def _gloo_group(world: Any, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
 
 @dataclass(slots=True)
 class _Pending:
-    """A checkpoint being written.
+    """A checkpoint that a background thread writes.
 
     Args:
-        write: Called in a background thread.
+        write: Writes the file; called in the thread.
         publish: Renames the file; called once this rank has written.
-        finish_save: The second part of Composer's save; called once all ranks have published.
+        finish_save: The second part of Composer's save (link, upload); called after ``publish``.
     """
 
     saver: CheckpointSaver

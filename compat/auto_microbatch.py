@@ -1,10 +1,10 @@
-"""``device_train_microbatch_size: auto`` (and an evaluator's) for a model sharded by ``fully_shard``.
+"""Support ``device_train_microbatch_size: auto``, and that of evaluators, for models sharded by ``fully_shard``.
 
 Composer halves the microbatch and repeats the batch if a rank runs out of memory; its hooks support only FSDP1 modules.
 Here ranks vote ([Note: votes] in ``training/out_of_memory.py``), and everything that the batch changed is restored.
 
-A batch cannot be repeated after its gradients are clipped or used in a step (``_Recovery.is_committed``). A rank that
-runs out of memory there raises at once, and the other ranks exit with it.
+Once gradients are clipped or used in a step, the batch cannot be repeated (``_Recovery.is_committed``). A rank that
+runs out of memory then raises, which ends the run on all ranks.
 """
 
 import copy
@@ -45,7 +45,8 @@ _CLEAN_BATCHES = 3
 
 
 class _Recovery:
-    """The state that lets a run repeat a batch: its votes, and the progress within a batch."""
+    """The votes of a model's ranks on whether one ran out of memory, and whether the current batch can still be
+    repeated."""
 
     def __init__(self, state: State, timeout: timedelta) -> None:
         self.votes = OutOfMemoryVote(state.model, timeout)
@@ -54,14 +55,20 @@ class _Recovery:
         self._num_clean = 0
 
     def begin_batch(self, model: torch.nn.Module, metrics: Mapping[str, Metric]) -> Callable[[], None] | None:
-        """Start votes and return a function that restores the state; None, without a copy, once votes have ended."""
+        """Start the votes of a batch, and return a function that restores the state from before it.
+
+        Returns None, and copies nothing, once votes have ended: after several batches without an error.
+        """
         if self._num_clean >= _CLEAN_BATCHES:
             return None
         self.votes.start()
         return _snapshot(model, metrics)
 
     def commit(self) -> None:
-        """Vote once per batch: gradients are communicated next, after which the batch cannot be repeated."""
+        """Vote for the last time in this batch: after the step that follows, the batch can no longer be repeated.
+
+        Called on all ranks.
+        """
         if self.votes.is_on and not self.is_committed:
             self.votes.check("the end of the last microbatch")
         self.is_committed = True
@@ -90,7 +97,7 @@ def _recovery_of(state: State) -> _Recovery:
 
 @seam("composer.trainer.trainer", "Trainer.__init__", why="device_train_microbatch_size 'auto' was refused with FSDP2")
 def init_trainer(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Replaces ``Trainer.__init__``, which rejects 'auto' with FSDP2; None starts with the same microbatch size."""
+    """Replaces ``Trainer.__init__``, which rejects 'auto' with FSDP2. Passes None instead, then enables 'auto'."""
     bound = inspect.signature(original).bind(self, *args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
@@ -130,8 +137,11 @@ def _refuse_as_composer(given: Mapping[str, Any]) -> None:
     why="after an error that a script caught, the next step used gradients that were not communicated",
 )
 def run(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replaces ``Trainer.fit``, ``eval`` and ``predict``: after an error that a script catches, the model is as between
-    batches."""
+    """Replaces ``Trainer.fit``, ``eval`` and ``predict``: on an error, resets the sharded model to its state between
+    batches.
+
+    A script may catch the error and continue.
+    """
     try:
         return original(self, *args, **kwargs)
     except BaseException:
@@ -212,9 +222,9 @@ def _without_composer_retries(state: State, recovery: _Recovery) -> Iterator[Non
 
 
 def _watch_thrashing(trainer: Any, recovery: _Recovery, retries_before: int) -> None:
-    """Halve the next microbatch if the allocator freed memory and retried in two consecutive batches.
+    """Halve the next microbatch if the allocator had to free memory and retry in two consecutive batches.
 
-    Composer instead repeats the batch, although the optimizer has already stepped.
+    Composer repeats the batch in this case, although the optimizer has already stepped.
     """
     if not _has_allocator():
         return
@@ -238,7 +248,10 @@ def _has_allocator() -> bool:
 
 
 def after_event(state: State, event: Event) -> None:
-    """Votes outside of the model's collectives. Called on all ranks after each event."""
+    """Start and end the votes of each evaluation batch, and stop all votes at the end of a fit.
+
+    Called on all ranks after each event.
+    """
     recovery = _recoveries.get(state.model)
     if recovery is None:
         return
@@ -252,7 +265,7 @@ def after_event(state: State, event: Event) -> None:
 
 
 def before_event(state: State, event: Event) -> None:
-    """The last vote of a batch, before algorithms clip and the optimizer steps."""
+    """Vote for the last time in a batch, before gradients are clipped. Called on all ranks before each event."""
     recovery = _recoveries.get(state.model)
     if recovery is not None and recovery.is_training and event is Event.AFTER_TRAIN_BATCH:
         recovery.commit()
@@ -279,10 +292,10 @@ class _Evaluation:
         self.recovery.note_clean()
 
     def note(self, error: BaseException) -> bool:
-        """Whether to repeat the batch after this error; notifies the other ranks.
+        """Return whether to repeat the batch after this error, and notify the other ranks.
 
         Raises:
-            RuntimeError: out of memory after the votes have ended.
+            RuntimeError: this rank ran out of memory after the votes had ended.
         """
         if not is_out_of_memory(error):
             return False
@@ -295,7 +308,12 @@ class _Evaluation:
         return True
 
     def vote_into(self, found: torch.Tensor) -> None:
-        """Replace Composer's all-reduce of out-of-memory flags by a vote; a rank that failed has already voted."""
+        """Vote instead of Composer's all-reduce of out-of-memory flags, and set the flag ``found``.
+
+        Called on all ranks.
+
+        A rank that ran out of memory has already voted.
+        """
         if not self.found_out_of_memory:
             try:
                 self.recovery.votes.check("the end of the batch")
@@ -314,7 +332,8 @@ class _Evaluation:
 
 
 def _snapshot(model: torch.nn.Module, metrics: Mapping[str, Metric]) -> Callable[[], None]:
-    """A function that restores what a batch changes, including ``metrics`` and nested metrics."""
+    """Return a function that restores what a batch changes in the model and in ``metrics``, including nested
+    metrics."""
     restore_model = batch_snapshot(model)
     every = [metric for outer in metrics.values() for metric in outer.modules() if isinstance(metric, Metric)]
     before = [(metric, copy.deepcopy(_values(metric))) for metric in every]
@@ -329,7 +348,7 @@ def _snapshot(model: torch.nn.Module, metrics: Mapping[str, Metric]) -> Callable
 
 
 def _values(metric: Metric) -> dict[str, Any]:
-    """The attributes that an update changes: a metric's state, and plain attributes beside it."""
+    """Return the attributes that a metric's update changes: its state, and attributes of plain types."""
     own = {name: value for name, value in vars(metric).items() if name[0] != "_" and isinstance(value, _PLAIN)}
     return {**own, **metric.metric_state, "_update_count": metric._update_count, "_computed": metric._computed}
 
@@ -380,7 +399,7 @@ def _evaluate(
     why="when Composer catches the error of one rank, the others must be notified",
 )
 def _is_cuda_oom(original: Callable[..., Any], error: RuntimeError) -> bool:
-    """Replaces ``composer.trainer.trainer._is_cuda_oom``: notifies the other ranks of an error that is caught."""
+    """Replaces ``composer.trainer.trainer._is_cuda_oom``: also notifies the other ranks of an out-of-memory error."""
     if _evaluation is not None:
         return _evaluation.note(error)
     return bool(original(error))
@@ -392,7 +411,7 @@ def _is_cuda_oom(original: Callable[..., Any], error: RuntimeError) -> bool:
     why="the batch is evaluated again, with metrics, buffers and RNG states as before",
 )
 def _adjust_device_eval_microbatch_size(original: Callable[..., Any], evaluator: Evaluator) -> None:
-    """Replaces the function of ``composer.trainer.trainer``: restores metrics, which would count the batch twice."""
+    """Replaces Composer's function: also restores metrics, which would otherwise count the repeated batch twice."""
     original(evaluator)
     if _evaluation is not None:
         _evaluation.restore_batch()
@@ -419,18 +438,26 @@ def _fsdp_reshard_and_cleanup(original: Callable[..., Any], model: torch.nn.Modu
 def _readd_fsdp_sync_hooks(
     original: Callable[..., Any], fsdp_modules: dict[str, torch.nn.Module], sync_hook: Any
 ) -> list[Any]:
-    """Replaces the function of ``composer.trainer.trainer``: does not patch FSDP1 in a run without FSDP1 modules."""
+    """Replaces Composer's function: does nothing, and does not patch FSDP1, if the run has no FSDP1 modules."""
     return list(original(fsdp_modules, sync_hook)) if fsdp_modules else []
 
 
 def vote_before_reduction() -> None:
-    """Vote before an all-reduce of the Trainer or a script within a batch, such as that of the batch size."""
+    """Vote before an all-reduce of the Trainer or a script within a batch, such as that of the batch size.
+
+    Otherwise a rank that ran out of memory would not join the all-reduce, and the others would wait. Called on all
+    ranks.
+    """
     if _training is not None and _training.votes.is_on and not _training.is_committed:
         _training.votes.check("a reduction of composer.utils.dist")
 
 
 def replaced_by_vote(tensor: torch.Tensor, reduce_operation: str) -> bool:
-    """Replace the eval loop's all-reduce of out-of-memory flags by a vote; whether this was one."""
+    """If an all-reduce is that of the eval loop's out-of-memory flag, vote in its place and return True; else return
+    False.
+
+    Called on all ranks. See [Note: votes] in ``training/out_of_memory.py``.
+    """
     is_out_of_memory_check = _evaluation is not None and _evaluation.is_in_batch
     if is_out_of_memory_check and tensor.dtype == torch.uint8 and tensor.shape == (1,) and reduce_operation == "MAX":
         assert _evaluation is not None

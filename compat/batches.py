@@ -1,9 +1,9 @@
-"""A Trainer's batches: ranks that share a batch get the same one, and compare it before training on it.
+"""Give TP and CP peers the same batch in a Trainer: broadcast, gather or compare it before they train on it.
 
-[Note: what is counted] A Trainer counts a batch's samples and tokens when its loader returns it, and sums them over all
-ranks. Batches are shared afterwards, so each rank counts what its own loader read. Under ``gather`` every sample counts
-once, though several ranks train on it. If ranks read the same data, or ``first`` drops the other ranks' data, every
-sample counts once per rank that read it, as with Composer's FSDP1.
+[Note: what is counted] A Trainer counts a batch's samples and tokens when its dataloader returns it, and sums them over
+all ranks. Batches are broadcast or gathered afterwards, so each rank counts the samples that its own dataloader read.
+Under ``gather`` every sample is counted once, although several ranks train on it. If peers read the same data, or
+``first`` drops the other ranks' data, a sample is counted once for each rank that read it, as with Composer's FSDP1.
 """
 
 from collections.abc import Callable, Iterator
@@ -48,11 +48,11 @@ _SAME_WHEN_READ = (
 
 @dataclass(slots=True)
 class _Compared:
-    """The batches of a model that are compared.
+    """Tracks which batches of a model are still to be compared.
 
     Args:
-        due: Events whose next batch is a loader's first.
-        microbatches: Inputs of the forwards in the batch being compared.
+        due: Events whose next batch is the first one of a dataloader.
+        microbatches: Inputs of each microbatch of the batch that is being compared; None between comparisons.
     """
 
     due: set[Event] = field(default_factory=set)
@@ -63,7 +63,7 @@ _compared_of: WeakKeyDictionary[nn.Module, _Compared] = WeakKeyDictionary()
 
 
 def before_event(state: State, event: Event) -> None:
-    """Share and compare batches before they are used. Called on all ranks before each event."""
+    """Broadcast, gather or compare a batch before it is used. Called on all ranks before each event."""
     block = find_batch_group(state.model)
     if block is None:
         return
@@ -82,7 +82,10 @@ def before_event(state: State, event: Event) -> None:
 
 
 def after_event(state: State, event: Event) -> None:
-    """Compare what algorithms made of a first batch. Called on all ranks after each event."""
+    """Compare the first batch of a dataloader after algorithms have changed it.
+
+    Called on all ranks after each event.
+    """
     block = find_batch_group(state.model)
     if block is None:
         return
@@ -126,11 +129,12 @@ def _replace_batch(state: State, event: Event, block: BatchGroup, *, is_first: b
 
 
 class _GroupSampler(DistributedSampler[Any]):
-    """A DistributedSampler for Composer's evaluation, which counts the samples that all ranks together read.
+    """The DistributedSampler that Composer sees in an evaluation, so it counts the samples that all ranks together
+    read.
 
-    A sampler repeats samples to make the number on each rank equal. Composer drops a repeated sample from the last
-    batch of each of the world's last ranks, which is correct if ranks do not share batches. Here each rank sets whether
-    its group's batch ends with a repeated sample.
+    A sampler repeats samples so each rank has the same number. Composer drops the repeated sample from the last batch
+    of the last ranks, which is correct only if each rank has its own batch. Here each rank sets whether the batch of
+    its TP and CP peers ends with a repeated sample.
     """
 
     def __init__(self, sampler: DistributedSampler[Any], num_read: int, is_padded: bool) -> None:
@@ -139,8 +143,10 @@ class _GroupSampler(DistributedSampler[Any]):
         self.set_padded(is_padded)
 
     def set_padded(self, is_padded: bool) -> None:
-        """Composer drops a sample on the last ``total_size - len(dataset)`` ranks of the world: here on all ranks or
-        none."""
+        """Make Composer drop the last sample on this rank, or not.
+
+        Composer drops it on the last ``total_size - len(dataset)`` ranks, which is set to all ranks or none.
+        """
         self.total_size = len(self.dataset) + (dist.get_world_size() if is_padded else 0)  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
@@ -179,7 +185,10 @@ class _Evaluation:
         return self.wrapped
 
     def share(self, batch: Any) -> Any:
-        """The group's batch; a gathered batch omits the samples that the sampler repeated."""
+        """Return the batch that this rank's peers use. A gathered batch omits samples that the sampler repeated.
+
+        Called on all ranks.
+        """
         counts = True
         if self.block.how is BroadcastBatch.GATHER and self.sampler is not None and self._is_last(self.sampler):
             assert self.wrapped is not None

@@ -1,8 +1,9 @@
-"""Composer's CheckpointSaver: replaces the latest link atomically, and supports ``async_save``.
+"""Make Composer's CheckpointSaver replace the link to the latest checkpoint atomically, and support ``async_save``.
 
 [Note: a saver's work in two parts] Composer's ``CheckpointSaver._save_checkpoint`` writes a checkpoint; it then links,
-uploads, and removes old checkpoints. The second part is still Composer's: it is called with a state whose checkpoint is
-already written (``SavedState``), directly after writing, or with ``async_save`` at the end of a later batch.
+uploads, and removes old checkpoints. This package replaces the first part. The second is still Composer's, called with
+a ``SavedState``, whose checkpoint is already written: directly after writing, or with ``async_save`` at the end of a
+later batch.
 """
 
 import functools
@@ -70,7 +71,10 @@ def _warn_not_async() -> None:
 
 
 def _finish_save(saver: CheckpointSaver, logger: Any, original: Callable[..., Any], written: SavedState) -> None:
-    """Composer's second part: the link, uploads, the list of saved checkpoints, the removal of old ones."""
+    """Run the second part of Composer's save: link, upload, record the checkpoint, and remove old ones.
+
+    Called on all ranks.
+    """
     if saver.latest_filename is not None and saver.num_checkpoints_to_keep != 0:
         _link(Path(saver.latest_filename.format(written)), written)
     if not written.fsdp_sharded_state_dict_enabled or saver.num_checkpoints_to_keep != 0:
@@ -85,9 +89,11 @@ def _finish_save(saver: CheckpointSaver, logger: Any, original: Callable[..., An
 
 
 def _link(link: Path, written: SavedState) -> None:
-    """Make ``link`` refer to the file or folder of shards that this rank wrote for all.
+    """Replace ``link`` atomically by a link to the checkpoint.
 
-    Composer removes the link before it creates a new one; if the run is killed in between, it restarts from scratch.
+    Only the rank that wrote the file, or rank 0 for a folder, does so.
+
+    Composer removes the old link first. A run that is killed before the new link exists would restart from scratch.
     """
     is_folder = written.fsdp_sharded_state_dict_enabled
     if written.path is None or (is_folder and dist.get_rank() > 0):

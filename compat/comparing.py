@@ -1,6 +1,7 @@
-"""One rank of a compared run: the user's unmodified file, watched from the first ``fit`` to the last compared batch.
+"""One rank of a run of ``compare``: run the user's unmodified file, and record it from the first ``fit`` to the last
+compared batch.
 
-Each argument of the Trainer that the comparison replaces is recorded as an ``Override`` with the reason, for the
+The comparison overrides some arguments of the Trainer. Each is recorded as an ``Override`` with the reason, for the
 report.
 """
 
@@ -48,14 +49,17 @@ _NOT_ON_THE_CPU = (
 
 
 class _Compared(BaseException):
-    """Raised after the last compared batch; skips the rest of the script."""
+    """Raised after the last compared batch, to skip the rest of the script."""
 
 
 def run_job(job: Job, predict: Predict) -> None:
-    """Run the job's file until its batches are compared; rank 0 writes the record.
+    """Run the user's file until the last compared batch. Rank 0 writes the record of the run.
 
     Args:
-        predict: Called on rank 0 of the FSDP2 run after the last batch.
+        job: The file, the options, and where to write the record.
+        predict: Predicts the step's memory; called on rank 0 of the FSDP2 run after the last batch.
+    Raises:
+        ConfigError: the file ended without a call to ``Trainer.fit``.
 
     Called on all ranks, within ``fsdp2()`` if the job uses FSDP2.
     """
@@ -79,7 +83,11 @@ def _train(job: Job) -> None:
 
 @contextlib.contextmanager
 def _fsdp1(watch: "_Watch") -> Iterator[None]:
-    """Composer without changes. Without a GPU, it still queries the current device, and FSDP1 accepts any."""
+    """Run Composer with FSDP1 in the block.
+
+    Composer queries the current GPU. Without one, ``torch.cuda.current_device`` and ``to_empty`` are patched to use the
+    CPU.
+    """
     if torch.cuda.is_available():
         yield
         return
@@ -130,7 +138,8 @@ class _Watch:
 
     @contextlib.contextmanager
     def over_trainers(self) -> Iterator[None]:
-        """Apply the comparison's settings to every Trainer created in the block, and watch the first one that fits."""
+        """In the block, apply the comparison's settings to every new Trainer, and record the first one that calls
+        ``fit``."""
         # Wraps the seams of compat, which read the arguments by the original's signature.
         rows: tuple[tuple[str, str, Callable[..., Any]], ...] = (
             ("composer.trainer.trainer", "Trainer.__init__", self._init),
@@ -225,7 +234,7 @@ class _Watch:
     # --- measurements
 
     def _begin(self, state: State) -> None:
-        """Before the first batch: seed both engines equally, and compare their state."""
+        """Seed this rank and record the initial state, before the first batch. Called on all ranks."""
         _check_sharded(state.model, self.job)
         # Without buffers: FSDP1 casts them to buffer_dtype in the first forward only.
         self._start = self._distances("start", has_buffers=False)
@@ -236,7 +245,7 @@ class _Watch:
             torch.cuda.reset_peak_memory_stats()
 
     def _begin_epoch(self) -> None:
-        """Raise if a Trainer would loop forever: with an empty loader it starts epoch after epoch."""
+        """Raise ConfigError if the dataloader is empty, because a Trainer would start epoch after epoch forever."""
         self._num_epochs += 1
         if self._num_epochs > 2 and not self._batches:
             raise ConfigError(
@@ -301,7 +310,11 @@ class _Watch:
     def _distances(
         self, when: str, *, learning_rates: float = 0.0, has_buffers: bool = True
     ) -> tuple[TensorDistance, ...]:
-        """The distances of the current tensors from the first run's, on rank 0. Called on all ranks."""
+        """Return, on rank 0, the distances of parameters and optimizer state from the first run's, or write them as
+        reference.
+
+        Called on all ranks; all-gathers each tensor.
+        """
         state = self._state
         assert state is not None
         tensors = full_tensors(state.model, state.optimizers, self.notes, has_buffers=has_buffers)
@@ -377,7 +390,10 @@ def _never(state: State, event: Event) -> bool:
 
 
 def _saves(callback: Any) -> bool:
-    """Whether a callback of Composer or LLM Foundry writes checkpoints; does not import LLM Foundry."""
+    """Whether a callback of Composer or LLM Foundry writes checkpoints.
+
+    Compares class names, to not import LLM Foundry.
+    """
     names = {kind.__name__ for kind in type(callback).__mro__}
     return isinstance(callback, CheckpointSaver) or bool(
         names & {"HuggingFaceCheckpointer", "MonolithicCheckpointSaver"}

@@ -1,4 +1,4 @@
-"""Parse parallelism configurations in Composer without dropping keys, and report errors early."""
+"""Parse parallelism configurations in Composer without dropping keys, and raise errors before Composer's own checks."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -17,12 +17,12 @@ from .seams import seam
 
 
 class EveryKeyFSDP2Config(FSDP2Config):
-    """An FSDP2Config that stores every key.
+    """An FSDP2Config that keeps FSDP1's keys as attributes.
 
     Composer's class drops FSDP1's keys with a warning and returns constants for them, so degrees, planners and folder
-    names are lost. Here they are ordinary attributes with FSDP1's defaults. FSDP2Config's own defaults apply to its
-    keys (``state_dict_type='sharded'``, non-reentrant activation checkpointing, a broadcast from rank 0 if some ranks
-    have no values).
+    names are lost. Here they have FSDP1's defaults. FSDP2Config's own keys have its defaults
+    (``state_dict_type='sharded'``, non-reentrant activation checkpointing, a broadcast from rank 0 if some ranks have
+    no values).
     """
 
     # Unlike a dataclass, does not set missing fields, which must stay implicit
@@ -32,7 +32,10 @@ class EveryKeyFSDP2Config(FSDP2Config):
 
     @classmethod
     def of(cls, config: FSDP2Config) -> "EveryKeyFSDP2Config":
-        """Copy an FSDP2Config, and replace its mesh by degrees, because Composer's State creates the mesh."""
+        """Copy an FSDP2Config.
+
+        Its ``device_mesh`` is converted to degrees, because Composer's State creates the mesh.
+        """
         given = {
             key: value
             for key, value in vars(config).items()
@@ -79,7 +82,7 @@ def parse_parallelism_config(
 
 
 def _check_early(config: FSDPConfig | FSDP2Config, tensor: TensorParallel) -> None:
-    """Report invalid keys and degrees before an assertion in Composer's State does."""
+    """Raise ConfigError for invalid keys and degrees, before Composer's State fails with an assertion."""
     world_size = composer_dist.get_world_size()
     translate(config, precision="fp32", world_size=world_size, tensor_parallel_degree=tensor.degree)
 

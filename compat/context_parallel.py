@@ -1,7 +1,6 @@
-"""Context parallelism in a Trainer: LLM Foundry's MPT, microbatches, and the labels and metrics of local sequence
-shards.
+"""Context parallelism in a Trainer: LLM Foundry's MPT, microbatch weights, and labels and metrics of sequence shards.
 
-Sequence sharding and Hugging Face models are in ``composer_fsdp2/parallel``; see [Note: context parallelism] there.
+``composer_fsdp2/parallel`` shards sequences and supports Hugging Face models; see [Note: context parallelism] there.
 """
 
 import contextlib
@@ -33,10 +32,11 @@ _COUNTED = "loss_generating"
 
 @contextlib.contextmanager
 def weighted_microbatch(trainer: Any) -> Iterator[None]:
-    """Record the factor by which the Trainer multiplies the microbatch's loss, which the group's ranks compute.
+    """Record the factor by which the Trainer multiplies a microbatch's loss (its rows or tokens), for losses of
+    sequence shards.
 
-    The Trainer would count tokens on the device again, and the host would wait for the result; it gets the recorded
-    number.
+    In the block, the Trainer's own count of tokens returns the recorded number. Otherwise it would count again on the
+    device, and the host would wait for the result.
     """
     if (group := find_context(trainer.state.model)) is None:
         yield
@@ -77,7 +77,7 @@ _TASKS = ("generate", "icl_task")
     why="under context parallelism outputs cover a part of each sequence, and the metrics' labels all of it",
 )
 def eval_forward(original: Callable[..., Any], self: Any, batch: Any, outputs: Any = None) -> Any:
-    """Evaluate with the labels of this rank's sequence shard; metrics are summed over all ranks."""
+    """Replaces ``eval_forward``: uses the labels of this rank's sequence shard. Metrics are summed over all ranks."""
     group = find_context(self)
     if group is None:
         return original(self, batch, outputs)
@@ -96,7 +96,7 @@ def eval_forward(original: Callable[..., Any], self: Any, batch: Any, outputs: A
 
 
 def refuse_tasks(state: State) -> None:
-    """Called on all ranks before a fit, after the model is sharded.
+    """Raise for evaluators and callbacks that do not work with context parallelism. Called on all ranks before ``fit``.
 
     Raises:
         UnsupportedError: an evaluator or a callback needs full sequences on every rank; names them.
@@ -190,7 +190,8 @@ _FILL = {"input_ids": 0, "inputs_embeds": 0, "attention_mask": 0, "sequence_id":
 
 
 def _padded_forward(forward: Callable[..., Any], group: ContextGroup) -> Callable[..., Any]:
-    """The transformer's forward with sequences padded to a multiple of the ranks."""
+    """Wrap the transformer's forward: pad sequences to a multiple of the context-parallel degree, and compute this
+    rank's shard."""
 
     @functools.wraps(forward)
     def local_forward(input_ids: Any = None, **kwargs: Any) -> Any:
@@ -228,8 +229,10 @@ def _local_rotary(forward: Callable[..., Any], group: ContextGroup) -> Callable[
 
 
 def _with_all_to_all(attend: Callable[..., Any], layers: DividedLayers) -> Callable[..., Any]:
-    """Wrap MPT's attention function in all-to-alls. Tensors are (batch, positions, heads x features); masks and biases
-    cover full sequences."""
+    """Wrap MPT's attention function in all-to-alls over the context-parallel ranks.
+
+    Tensors are (batch, positions, heads x features). Masks and biases cover full sequences.
+    """
     group = layers.group
 
     @functools.wraps(attend)
@@ -256,7 +259,8 @@ def _with_all_to_all(attend: Callable[..., Any], layers: DividedLayers) -> Calla
 
 
 def _local_loss(model: Any, group: ContextGroup, outputs: Any, batch: Mapping[str, Any]) -> torch.Tensor:
-    """Replaces ``ComposerMPTCausalLM.loss``: this rank's contribution to the mean over all ranks' tokens."""
+    """Replaces ``ComposerMPTCausalLM.loss``: returns this rank's contribution to the mean over the tokens of all
+    ranks."""
     logits = outputs.logits
     labels = group.shifted_labels(batch["labels"], is_shifted=not model.shift_labels)
     losses = model.loss_fn(logits.view(-1, logits.shape[-1]), labels.view(-1))

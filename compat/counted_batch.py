@@ -1,4 +1,4 @@
-"""Count collectives and memory in one batch of a compared run, and record its inputs for a prediction."""
+"""Count collectives and memory in one batch of a run of ``compare``, and record its inputs for a prediction."""
 
 import contextlib
 from typing import Any
@@ -19,10 +19,11 @@ from composer_fsdp2.sharding.plan import ShardingPlan
 
 
 class Counting:
-    """Counts collectives from ``begin`` to ``end_backward``, and memory from ``begin`` to ``end``.
+    """Counts the collectives of a batch from ``begin`` to ``end_backward``, and its memory from ``begin`` to ``end``.
 
-    Collectives are counted on all ranks, without those of clipping and of callbacks. The memory of FSDP2's state is
-    measured on rank 0 only, because it inspects every operator; it includes allocations of the optimizer's step.
+    Collectives are counted on all ranks, except those of clipping and callbacks. The memory of FSDP2's state is
+    measured on rank 0 only, because measuring dispatches every operator in Python. It includes allocations of the
+    optimizer's step.
     """
 
     def __init__(self) -> None:
@@ -41,7 +42,10 @@ class Counting:
         return counted(self._collectives.calls)
 
     def note_unsharded(self, model: nn.Module) -> None:
-        """Copy the model without values before it is sharded. A model that cannot be copied is not predicted."""
+        """Copy the model without data before it is sharded, for the prediction.
+
+        Without a copy there is no prediction.
+        """
         with contextlib.suppress(Exception):
             self._unsharded = copy_with(model, (), _without_values)
 
@@ -90,7 +94,10 @@ class Counting:
 
 
 def _is_offloaded(model: nn.Module) -> bool:
-    """Whether shards are on another device than the mesh; host and device memory would be counted together."""
+    """Whether shards are on another device than the mesh.
+
+    They are not counted: host and device memory would be added up.
+    """
     return any(
         isinstance(each, DTensor) and local_tensor(each).device.type != each.device_mesh.device_type
         for each in model.parameters()

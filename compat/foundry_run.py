@@ -1,4 +1,4 @@
-"""Read a training YAML with LLM Foundry, and build its model without weights, GPU, ranks or network."""
+"""Read a training YAML as LLM Foundry does, and build its model without weights, GPU, process group or network."""
 
 import contextlib
 import importlib
@@ -25,11 +25,12 @@ from .tensor_parallel import layer_plan_of, resolve_ffn_plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundryRun:
-    """A file as parsed by LLM Foundry's ``train()`` before it builds anything: resolved, validated and modified.
+    """A training YAML as LLM Foundry's ``train()`` parses, validates and modifies it before it builds anything.
 
     Args:
-        config: Fields of TrainConfig; ``model``, ``fsdp`` and ``tensor`` are without the modifications.
-        init_context: The context for the model's construction.
+        model, fsdp, tensor: Sections of the file as modified by LLM Foundry.
+        config: The fields of LLM Foundry's TrainConfig, in which these sections are not modified.
+        init_context: The context in which LLM Foundry builds the model.
     """
 
     model: dict[str, Any]
@@ -44,9 +45,9 @@ class _ConfigIsRead(BaseException):
 
 
 def read_foundry(path: str, overrides: Sequence[str] = (), *, world_size: int) -> FoundryRun:
-    """The run that ``train_from_yaml`` would build as one of ``world_size`` ranks; nothing is built or started.
+    """Parse a YAML as ``train_from_yaml`` on ``world_size`` ranks, without building or starting anything.
 
-    Raises: Foundry's errors for an invalid file.
+    Raises LLM Foundry's errors for an invalid file.
     """
     with _quiet_foundry():
         training = importlib.import_module("llmfoundry.command_utils.train")
@@ -78,9 +79,10 @@ def read_foundry(path: str, overrides: Sequence[str] = (), *, world_size: int) -
 
 
 def build_foundry(run: FoundryRun, model: Mapping[str, Any]) -> nn.Module:
-    """Build a ComposerModel on the meta device from ``model``, the run's model with substitutes for unavailable parts.
+    """Build a ComposerModel on the meta device.
 
-    Raises: errors of the model's class.
+    ``model`` is the run's ``model`` section, with substitutes for parts that are unavailable here. Raises any error of
+    the model's class.
     """
     builders = importlib.import_module("llmfoundry.utils.builders")
     given = dict(model)
@@ -95,8 +97,7 @@ def build_foundry(run: FoundryRun, model: Mapping[str, Any]) -> nn.Module:
 
 
 def _replace_closed_configs(model: nn.Module) -> None:
-    """Replace MPT's configuration of rotary embeddings, which has few attributes and cannot be copied, by an ordinary
-    one."""
+    """Replace MPT's configuration of rotary embeddings by an ordinary one, because it cannot be copied."""
     from llmfoundry.models.mpt.modeling_mpt import PartialLlamaConfig
     from transformers import LlamaConfig
 
@@ -109,7 +110,8 @@ def _replace_closed_configs(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _quiet_foundry() -> Iterator[None]:
-    """A context for Foundry's code, which warns about defaults, sets environment variables and removes ``oc.env``."""
+    """Suppress LLM Foundry's warnings in the block, and then restore the environment variables and resolvers that it
+    changes."""
     environment, has_resolver, disabled = (
         dict(os.environ),
         OmegaConf.has_resolver("oc.env"),
@@ -129,7 +131,7 @@ def _quiet_foundry() -> Iterator[None]:
 
 
 def fsdp_config_of(run: FoundryRun) -> Any:
-    """The section as Composer's Trainer parses it; the environment variable ``FSDP_VERSION`` selects the class."""
+    """Return the ``fsdp_config`` as Composer's Trainer parses it: FSDP2Config if the variable ``FSDP_VERSION`` is 2."""
     return EveryKeyFSDP2Config(**(run.fsdp or {})) if os.environ.get("FSDP_VERSION", "1") == "2" else run.fsdp
 
 

@@ -1,6 +1,6 @@
-"""Substitutes for parts of a Foundry model that need a GPU, packages or weights.
+"""Replace parts of a Foundry model that need a GPU, other packages or weights, to build the model for ``plan``.
 
-Parameters are unchanged, so the plan is that of the run; each reason describes the effect on activations.
+Parameters do not change, so the plan is that of the run. Each reason describes the effect on activations.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,15 +18,15 @@ _MISSING = object()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Substitute:
-    """A key's value that cannot be built.
+    """A value of a key that cannot be built here, and the value that replaces it.
 
     Args:
-        key: Dotted key below ``model``.
-        models: Names of Foundry's models with this key.
-        default: The model's default.
-        when: Whether a value is replaced.
+        key: The key below ``model``, with dots.
+        models: Names of the Foundry models that have this key.
+        default: The default of the key in these models.
+        when: Called with the value; returns whether it must be replaced.
         instead: The new value; None removes the key.
-        target: A description of the substitute.
+        target: A description of the new value for the report.
     """
 
     key: str
@@ -89,7 +89,7 @@ SUBSTITUTES: tuple[Substitute, ...] = (
 
 
 def substituted(model: Mapping[str, Any]) -> tuple[dict[str, Any], list[Finding]]:
-    """The model's configuration with substitutes, and a finding for each replaced value."""
+    """Return the model section with substitutes, and a finding for each replaced value."""
     given: dict[str, Any] = {key: dict(value) if isinstance(value, Mapping) else value for key, value in model.items()}
     findings, is_of_megablocks = [], (given.get("ffn_config") or {}).get("ffn_type") == "mb_dmoe"
     for row in (each for each in SUBSTITUTES if given["name"] in each.models):
@@ -124,7 +124,7 @@ def _finding(row: Substitute, value: Any, is_given: bool) -> Finding:
 
 
 def apply_substitutes(model: nn.Module, findings: Iterable[Finding]) -> None:
-    """Make a built model use as much memory as the kernels that ``substituted`` replaced."""
+    """Make a built model allocate as much memory as the kernels that ``substituted`` replaced."""
     replaced = {finding.key for finding in findings}
     if replaced & {"model.use_flash_attention_2", "model.attn_implementation"}:
         for config in {id(config): config for config in _configs(model)}.values():
@@ -145,7 +145,8 @@ def _configs(model: nn.Module) -> Iterator[Any]:
 
 
 class _FusedCrossEntropy(nn.Module):
-    """Uses as much memory as flash-attn's kernel, which computes in fp32 without storing it (``reduction="none"``)."""
+    """A loss that allocates as much memory as flash-attn's kernel with ``reduction="none"``: no logits are stored in
+    fp32."""
 
     ignore_index = nn.CrossEntropyLoss().ignore_index  # Foundry's loss counts the other tokens
 
@@ -169,7 +170,10 @@ class _CrossEntropy(torch.autograd.Function):
 def _attention_like_flash(
     query: Tensor, key: Tensor, value: Tensor, n_heads: int, kv_n_heads: int, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None, None]:
-    """Has the signature of MPT's function. Masks and ALiBi are applied inside a kernel, and use no memory."""
+    """Replaces MPT's attention function.
+
+    Ignores masks and ALiBi, which flash attention applies without allocating memory.
+    """
     queries, keys, values = (
         each.unflatten(-1, (number, -1)).transpose(1, 2)  # b, heads, s, d
         for each, number in ((query, n_heads), (key, kv_n_heads), (value, kv_n_heads))

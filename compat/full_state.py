@@ -1,4 +1,4 @@
-"""FSDP1's objects in scripts and callbacks: the class, state dict types, and forms of optimizer state."""
+"""Let scripts and callbacks use FSDP1's class, its state dict types and its optimizer state dicts on FSDP2."""
 
 import contextlib
 import copyreg
@@ -34,7 +34,7 @@ def _is_script(caller: FrameType) -> bool:
 
 
 class _UnitsAreInstances(type):
-    """Metaclass of FSDP1's class in scripts: ``isinstance`` is true for modules that composer_fsdp2 sharded."""
+    """Metaclass of FSDP1's class as scripts see it: ``isinstance`` is true for modules that this package sharded."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         if cls is not _script_class():
@@ -60,7 +60,7 @@ def _script_class() -> type:
 
 
 def _by_name(cls: type) -> Any:
-    """The name for pickle: the public one, or that of a script's subclass."""
+    """Return what pickle stores for a class: the public name of FSDP1's class, or the name of a script's subclass."""
     if cls is _script_class():
         return pkgutil.resolve_name, ("torch.distributed.fsdp:FullyShardedDataParallel",)
     return cls.__qualname__
@@ -86,7 +86,10 @@ def class_for_scripts(original: type) -> type:
     why="scripts and LLM Foundry's MonolithicCheckpointSaver call them, and FSDP1's raise KeyError or AttributeError",
 )
 def static_method(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Replaces a static method of FSDP1's class, for models sharded by ``fully_shard`` without FSDP1 modules."""
+    """Replaces a static method of FSDP1's class.
+
+    Models with FSDP1 modules, and unsharded ones, still use the original.
+    """
     name = original.__name__
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     model: nn.Module = given["model"] if "model" in given else given["module"]
@@ -125,8 +128,10 @@ keeps_shards = ContextVar("keeps_shards", default=False)
 
 @contextlib.contextmanager
 def keeping_shards(keeps: bool) -> Iterator[None]:
-    """Preserve algorithms' shards in state dicts, to write a full file shard by shard; elsewhere they are pickled in
-    full."""
+    """In the block, state dicts contain the shards of algorithms, to write a full checkpoint shard by shard.
+
+    Outside of it, state dicts contain full tensors.
+    """
     token = keeps_shards.set(keeps)
     try:
         yield

@@ -26,8 +26,8 @@ def install() -> None:
     """Make Composer shard with ``fully_shard`` instead of FSDP1 or its own FSDP2.
 
     Applies to ``Trainer(parallelism_config={'fsdp': ...})``, FSDPConfig and FSDP2Config objects, all import paths of
-    ``prepare_fsdp_module``, ``FSDP_VERSION=2``, and LLM Foundry's ``train_from_yaml``. A second call does nothing;
-    ``uninstall`` undoes it. Call it on every rank before the Trainer is created; does not communicate.
+    ``prepare_fsdp_module``, ``FSDP_VERSION=2``, and LLM Foundry's ``train_from_yaml``. A second call has no effect.
+    ``uninstall`` reverts it. Call it on all ranks before the Trainer is created; does not communicate.
 
     Raises:
         IncompatibleVersionError: Composer is missing, or its version was not tested.
@@ -40,7 +40,7 @@ def install() -> None:
 
 
 def all_seams() -> tuple[Seam, ...]:
-    """Every seam of this package; imports its other files, and with them Composer."""
+    """Import this package's other modules, and with them Composer, and return their seams (see ``seams.py``)."""
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         if (name := f"{__package__}.{module.name}") != __name__:
             importlib.import_module(name)
@@ -48,8 +48,7 @@ def all_seams() -> tuple[Seam, ...]:
 
 
 def uninstall() -> None:
-    """Restore everything that ``install`` replaced. Sharded models, and optimizers that have made a step, stay as they
-    are."""
+    """Restore all that ``install`` replaced. Sharded models, and optimizers that have stepped, do not change."""
     for undo in _undo:
         undo()
     _undo.clear()
@@ -62,10 +61,12 @@ def is_installed() -> bool:
 
 @contextlib.contextmanager
 def fsdp2(*, show_units: bool = False) -> Iterator[None]:
-    """``install`` within a with block; an enclosing ``install`` stays active after it.
+    """``install`` for the duration of a ``with`` block.
+
+    If ``install`` was called before, it remains installed after the block.
 
     Args:
-        show_units: Print every unit of a sharded model on rank 0, not only their number.
+        show_units: Print the name of every unit of a sharded model on rank 0. False prints only the number of units.
     """
     outermost = not is_installed()
     install()
@@ -79,15 +80,16 @@ def fsdp2(*, show_units: bool = False) -> Iterator[None]:
 
 
 def train_from_yaml(yaml_path: str, overrides: Sequence[str] = (), *, show_units: bool = False) -> Any:
-    """LLM Foundry's ``train_from_yaml`` within ``install``; returns Composer's Trainer.
+    """Run LLM Foundry's ``train_from_yaml`` on FSDP2, and return Composer's Trainer.
 
     Args:
         yaml_path: A training YAML of LLM Foundry.
         overrides: ``key=value`` strings, merged into the YAML.
-        show_units: Print every unit on rank 0, not only their number.
+        show_units: Print the name of every unit on rank 0. False prints only the number of units.
     Raises:
         IncompatibleVersionError: LLM Foundry is missing, or the version of Composer was not tested.
-        ConfigError: ``freeze`` or ``train_only`` on one rank, where LLM Foundry ignores ``fsdp_config``.
+        ConfigError: ``freeze`` or ``train_only`` is set, and there is only one rank: LLM Foundry then ignores
+            ``fsdp_config``.
 
     Called on all ranks.
     """
@@ -103,11 +105,11 @@ def train_from_yaml(yaml_path: str, overrides: Sequence[str] = (), *, show_units
 
 
 def _check_one_rank(yaml_path: str, overrides: Sequence[str]) -> None:
-    """Report that on one rank LLM Foundry (0.22.0, ``command_utils/train.py``) ignores ``fsdp_config``.
+    """Print to stderr that LLM Foundry (0.22.0, ``command_utils/train.py``) ignores ``fsdp_config`` on one rank.
 
     Raises:
-        ConfigError: ``freeze`` or ``train_only``: all parameters would be trained. The other keys change no number on
-            one rank.
+        ConfigError: ``freeze`` or ``train_only`` is set: all parameters would be trained. Other keys do not change
+            results on one rank.
     """
     from composer.utils import dist
     from omegaconf import DictConfig, OmegaConf

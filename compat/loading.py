@@ -1,4 +1,4 @@
-"""Load checkpoints of any layout with Composer, for a model sharded by ``fully_shard``, regardless of the
+"""Make Composer load checkpoints of any layout into a model sharded by ``fully_shard``, regardless of the
 configuration.
 
 Used for a Trainer's ``load_path``, ``autoresume``, ``load_weights_only``, ``load_ignore_keys`` and
@@ -83,7 +83,7 @@ def load_checkpoint(
 
 
 class _Loading:
-    """One load into a Trainer's state, in steps; each step is called on all ranks."""
+    """The steps of loading a checkpoint into a Trainer's state. Each step is called on all ranks."""
 
     def __init__(self, state: State, weights_only: bool, strict: bool, ignore_keys: IgnoreKeys) -> None:
         self.state, self.weights_only, self.strict, self.ignore_keys = state, weights_only, strict, ignore_keys
@@ -96,7 +96,7 @@ class _Loading:
         return None if self.weights_only else self.entries.get("rng")
 
     def wants(self, root: EntryPath) -> bool:
-        """Whether to read an entry other than the model and the optimizers."""
+        """Whether to read ``root``, an entry other than the model and the optimizers."""
         if self.ignore_keys:
             return True  # ignore functions see all entries, unsharded, as in Composer
         if self.weights_only:
@@ -118,7 +118,10 @@ class _Loading:
         self.inventory, self.entries = inventory, entries
 
     def apply_algorithms(self, logger: Any, exclude: list[str] | None, passes: Any) -> None:
-        """Apply the saving run's algorithms that change the model, before its tensors are matched."""
+        """Apply the algorithms of the saving run that change the model, so its tensors match.
+
+        Shards the model if necessary.
+        """
         if "algorithms" in self.entries["state"]:
             self.state._apply_required_algorithms(self.entries["state"], logger, exclude, passes)
         if not is_sharded(self.state.model):
@@ -165,7 +168,7 @@ class _Loading:
 
 
 def _has_load_planner(state: State) -> bool:
-    """Whether the user's planner reads a DCP directory; Composer's own loader then handles it."""
+    """Whether the user set a load planner for a DCP checkpoint. Composer's own loader then loads it."""
     return state.fsdp_sharded_state_dict_enabled and state.fsdp_config.load_planner is not None
 
 
@@ -174,7 +177,10 @@ def _trusts(state: State) -> bool:
 
 
 def _check_same_step(inventory: CheckpointInventory, timestamp: Any) -> None:
-    """After a crash, machines with separate disks may have checkpoints of different steps. Gathers the step."""
+    """Raise on all ranks if ranks found checkpoints of different steps. Called on all ranks; all-gathers the step.
+
+    Machines without a shared file system may have different latest checkpoints after a crash.
+    """
     texts = all_gather_object(repr(timestamp))
     other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
     if other is not None:
@@ -185,7 +191,7 @@ def _check_same_step(inventory: CheckpointInventory, timestamp: Any) -> None:
 
 
 def _restore_containers(entries: dict[str, Any], state: State, inventory: CheckpointInventory) -> None:
-    """Restore the containers that DCP flattened, as its own loader does; does not communicate."""
+    """Rebuild nested containers from entries that DCP flattened, as DCP's loader does. Does not communicate."""
     in_pieces = {str(path[1]) for path in inventory.entries if path[0] == "state" and len(path) > 2} & entries.keys()
     attributes = [name for name in state.serialized_attributes if name in in_pieces]
     with keeping_shards(True), replaced(state, "serialized_attributes", attributes):
@@ -194,7 +200,7 @@ def _restore_containers(entries: dict[str, Any], state: State, inventory: Checkp
 
 
 def _rekeyed(scalers: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The gradient scaler's state under the class name of this run's scaler, if there is any state."""
+    """Return the gradient scaler's state under the class name of this run's scaler, if it has state."""
     scalers = {key: value for key, value in scalers.items() if value}  # a disabled scaler saves no state
     if name in scalers or name not in _SCALERS:
         return scalers
@@ -204,10 +210,11 @@ def _rekeyed(scalers: Mapping[str, Any], name: str) -> dict[str, Any]:
 def without_ignored(
     inventory: CheckpointInventory, entries: dict[str, Any], ignore: Callable[[dict[str, Any]], None]
 ) -> tuple[CheckpointInventory, dict[str, Any], frozenset[EntryPath]]:
-    """Call ``ignore`` with the checkpoint in Composer's form, and remove the entries that it removes.
+    """Apply a ``load_ignore_keys`` function: call it with the checkpoint in Composer's form, and drop the entries that
+    it removes.
 
-    Tensors are on the meta device: ``ignore`` can inspect, rename, move and remove them. A tensor that it adds is
-    loaded instead.
+    Tensors are on the meta device: ``ignore`` may inspect, rename, move and remove them. A tensor that it sets is
+    loaded instead of the checkpoint's.
     """
     view, records = _composer_view(inventory, entries)
     before = _paths(view)
@@ -244,8 +251,10 @@ def without_ignored(
 def _composer_view(
     inventory: CheckpointInventory, entries: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[int, tuple[torch.Tensor, TensorRecord]]]:
-    """The checkpoint in Composer's form, and the record of each tensor by id; the tensors stay alive, so ids are
-    unique."""
+    """Return the checkpoint in Composer's form on the meta device, and each tensor with its record by ``id``.
+
+    The result keeps the tensors alive, so no ``id`` is reused.
+    """
     records: dict[int, tuple[torch.Tensor, TensorRecord]] = {}
 
     def shown_value(record: TensorRecord | ObjectRecord) -> Any:

@@ -1,11 +1,11 @@
-"""Composer's monitors on a sharded model: norms of full tensors, equal on all ranks, under names without wrappers.
+"""Make Composer's monitors log norms of full tensors for a sharded model, equal on all ranks, by names without
+wrappers.
 
 [Note: metrics of sharded parameters] An optimizer computes a parameter's metrics with torch functions. For sharded
-parameters and state, the results are sharded or partial DTensors. After one reduction of all in a single buffer,
-``report_per_parameter_metrics`` returns the metrics of full parameters. If the metrics are known to be norms, they are
-computed on local tensors, which takes an eighth of the CPU time (benchmarks/dispatch.py). ``pre_reduce_metrics`` and
-``dist_reduce_metrics`` combine shards of FSDP1's flat parameters by a rule encoded in the metric's name, and are not
-needed.
+parameters and state, the results are sharded or partial DTensors. They are reduced together in one buffer, which yields
+the metrics of full parameters. Metrics that are known to be norms are computed on local tensors instead, in an eighth
+of the CPU time (benchmarks/dispatch.py). ``pre_reduce_metrics`` and ``dist_reduce_metrics`` combine shards of FSDP1's
+flat parameters by a rule encoded in the metric's name, and are not needed.
 
 Results with FSDP1 on 2 ranks (Composer 0.32.1, LLM Foundry 0.22.0, torch 2.7.0): with torch's optimizers, and with
 ``log_optimizer_metrics=False``, each rank logged the norms of its own shards, and no metrics for parameters without a
@@ -61,10 +61,10 @@ _CHECKPOINT_ATTRIBUTE = "_checkpoint_wrapped_module"
 
 
 def metric_paths(model: nn.Module, *, as_fsdp1: bool) -> list[tuple[nn.Module, str, str]]:
-    """Each module of ``model`` at each place of registration, with its path, and its path in logged names.
+    """Return each module of ``model`` with its path and its logged path; a shared module once per path.
 
     Logged paths omit wrappers, so names do not depend on activation checkpointing. With ``as_fsdp1`` they include the
-    wrappers of activation checkpointing and of FSDP1; a sharded module then appears twice: as FSDP1's wrapper, and as
+    wrappers of activation checkpointing and of FSDP1. A sharded module is then listed twice: as FSDP1's wrapper, and as
     the wrapped module, which owns the parameters.
     """
     # Children without parameters are in no unit, but FSDP1 wrapped all of them.
@@ -88,7 +88,7 @@ def metric_paths(model: nn.Module, *, as_fsdp1: bool) -> list[tuple[nn.Module, s
 
 
 def _logged_parameters(model: nn.Module, *, as_fsdp1: bool) -> dict[nn.Parameter, str]:
-    """Every parameter in the model's order, with the logged name of its first place of registration."""
+    """Return all parameters in the model's order, with the logged name of the first path of each."""
     paths: dict[nn.Parameter, str] = {}
     logged_as: dict[nn.Parameter, str] = {}
     for module, path, logged in metric_paths(model, as_fsdp1=as_fsdp1):
@@ -120,10 +120,13 @@ def batch_end(original: Callable[..., Any], self: OptimizerMonitor, state: State
 
 
 def _optimizer_metrics(state: State, agreement: "_Agreement", *, with_optimizer: bool) -> Metrics:
-    """Called on all ranks: one all-reduce per mesh; if metrics changed, ranks also compare the metrics' names.
+    """Compute the metrics of gradients and of the optimizer. Called on all ranks.
+
+    One all-reduce per mesh. If the set of metrics changed, ranks also compare the names.
 
     Raises:
-        ComposerFSDP2Error: on every rank, if the optimizer's function raised on one rank, or metrics differ.
+        ComposerFSDP2Error: on all ranks, if the optimizer's function raised on one rank, or ranks have different
+            metrics.
     """
     reporter = _Reporter.of(state.optimizers[0]) if with_optimizer else None
     names = _logged_parameters(state.model, as_fsdp1=_as_fsdp1(state))
@@ -141,12 +144,12 @@ def _optimizer_metrics(state: State, agreement: "_Agreement", *, with_optimizer:
 
 @dataclass(frozen=True, slots=True)
 class _Reporter:
-    """The optimizer's function for a parameter's metrics.
+    """Calls ``report_per_parameter_metrics`` of an optimizer.
 
     Args:
-        only_norms: All metrics are L2 norms of tensors sharded like the parameter, and can be computed on local
+        only_norms: Whether all metrics are L2 norms of tensors sharded like the parameter. These are computed on local
             tensors. The function of an unknown optimizer is called with DTensors.
-        part: A stand-in for the optimizer, with the state of one local tensor.
+        part: An object instead of the optimizer, whose state is that of one local tensor.
     """
 
     optimizer: Any  # a torch.optim.Optimizer with report_per_parameter_metrics
@@ -179,9 +182,9 @@ class _Reporter:
         return reported
 
     def report_local(self, parameter: DTensor, name: str, metrics: Metrics) -> bool:
-        """Add this rank's local metrics to ``metrics``: calls the optimizer's function with local tensors.
+        """Call the optimizer's function with local tensors, and add the results to ``metrics``.
 
-        Returns False and adds nothing if that is not possible.
+        Returns False, and adds nothing, if the metrics cannot be computed on local tensors.
         """
         gradient = parameter.grad
         if not self.only_norms or gradient is None:
@@ -214,11 +217,11 @@ def _warn_uncalled_methods(kind: type) -> None:
 
 @dataclass(slots=True)
 class _Reported:
-    """One rank's metrics by key, before reduction.
+    """The metrics of one rank by key, before they are reduced.
 
     Args:
-        local_norms: Sharded parameters with the keys of their local norms.
-        rank_local: Keys of metrics that differ between ranks.
+        local_norms: Each sharded parameter, with the keys of its local norms.
+        rank_local: Keys of metrics that only some ranks have, or that differ between ranks.
     """
 
     metrics: Metrics = field(default_factory=dict)
@@ -249,7 +252,7 @@ def _report(names: Mapping[nn.Parameter, str], reporter: _Reporter | None, unred
 
 
 def _local_norms(parameter: DTensor, name: str, reporter: _Reporter | None) -> Metrics | None:
-    """The norms of this rank's shards by logged key; None if they cannot be computed on local tensors."""
+    """Return the norms of this rank's shard by logged key; None if they cannot be computed on local tensors."""
     metrics: Metrics = {}
     if reporter is not None and not reporter.report_local(parameter, name, metrics):
         return None
@@ -260,7 +263,7 @@ def _local_norms(parameter: DTensor, name: str, reporter: _Reporter | None) -> M
 
 
 def _unreduced_parameters(model: nn.Module, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
-    """Unsharded parameters whose gradients are not averaged: ignored, or in no unit."""
+    """Return the unsharded parameters whose gradients are not averaged: ignored parameters, and those in no unit."""
     unsharded = {each for each in parameters if not isinstance(each, DTensor) and each.requires_grad}
     if unsharded:
         for _, root in sharded_roots(model):
@@ -270,11 +273,11 @@ def _unreduced_parameters(model: nn.Module, parameters: Iterable[nn.Parameter]) 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The keys of a rank's metrics that all ranks share.
+    """The keys of the metrics, which must be the same on all ranks.
 
     Args:
-        keys: All keys.
-        norms: Keys of local norms, by mesh, mesh axes and device of their reduction.
+        keys: The keys of all metrics.
+        norms: Keys of local norms, by the mesh, mesh axes and device on which they are reduced.
     """
 
     keys: list[str]
@@ -307,7 +310,7 @@ class _Layout:
         ]
 
     def full_norms(self, squares: Sequence[torch.Tensor]) -> dict[str, float]:
-        """The norms of full parameters by key, from squares summed over ranks."""
+        """Return the norms of full parameters by key. ``squares`` are already summed over ranks."""
         return {
             key: norm
             for keys, of_keys in zip(self.norms.values(), squares, strict=True)
@@ -320,12 +323,12 @@ class _Layout:
 
 
 class _Agreement:
-    """Ensures that all ranks report the same metrics, and reduce the same numbers. One per sharded model.
+    """Ensures that all ranks report the same metrics, so their all-reduces match. One object per sharded model.
 
-    [Note: metrics are compared where they change] A rank detects that its metrics differ from the previous ones, or
-    that the optimizer's function raised; the other ranks do not, and would not take part in a comparison. Therefore a
-    flag is reduced together with the norms. A rank that sets it sends zeros as its norms, as many as the previous
-    metrics had. All ranks then discard the result, and compare. If no mesh contains all ranks, they compare each time.
+    [Note: metrics are compared where they change] If the metrics of one rank change, or the optimizer's function raises
+    there, the other ranks do not know it and would not join a comparison. A flag is therefore all-reduced together with
+    the norms. A rank that sets the flag sends zeros instead of norms, as many as before. All ranks then discard the
+    result and compare names. If no mesh contains all ranks, they compare each time.
     """
 
     def __init__(self) -> None:
@@ -333,12 +336,13 @@ class _Agreement:
         self._world: Any = None
 
     def agree_on(self, report: Callable[[], _Reported]) -> tuple[_Reported, dict[str, float]]:
-        """This rank's metrics, and the norms of full parameters. Called on all ranks.
+        """Return this rank's metrics, and the norms of full parameters. Called on all ranks.
 
-        One all-reduce per axis of each mesh; if metrics changed, an additional one of 64 bytes, and these again.
+        One all-reduce per axis of each mesh. If the set of metrics changed, another one of 64 bytes, and then the first
+        ones again.
 
         Raises:
-            ComposerFSDP2Error: on every rank, if ``report`` raised on one rank, or metrics differ.
+            ComposerFSDP2Error: on all ranks, if ``report`` raised on one rank, or ranks have different metrics.
         """
         own, error = _attempted(report)
         last = self._last if self._world is dist.group.WORLD else None
@@ -371,7 +375,10 @@ def _attempted(report: Callable[[], _Reported]) -> tuple[_Reported | None, Excep
 
 
 def _reduced_unless(is_new: bool, parts: Sequence[LocalValues], mesh: DeviceMesh) -> list[torch.Tensor] | None:
-    """``all_reduce_values``; None on all ranks of ``mesh`` if ``is_new`` on one. Called on all ranks of ``mesh``."""
+    """``all_reduce_values``, with a flag. Returns None on all ranks of ``mesh`` if ``is_new`` is true on one of them.
+
+    Called on all ranks of ``mesh``.
+    """
     device = torch.device(mesh.device_type)
     # Created on the device: no synchronisation
     new = torch.full((1,), float(is_new), dtype=torch.float64, device=device)
@@ -380,7 +387,10 @@ def _reduced_unless(is_new: bool, parts: Sequence[LocalValues], mesh: DeviceMesh
 
 
 def _mean_over_ranks(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Means over the ranks that have a metric; root mean squares for norms, as in ``clip_grad_norm_``."""
+    """Average each metric over the ranks that have it; norms as root mean squares, as in ``clip_grad_norm_``.
+
+    Called on all ranks; all-gathers objects.
+    """
     found: dict[str, list[float]] = {}
     for of_rank in all_gather_object(dict(metrics)):
         for key, value in of_rank.items():
@@ -437,7 +447,7 @@ def before_forward(original: Callable[..., Any], self: ActivationMonitor, state:
 
 
 def _refuse_split_activations(model: nn.Module) -> None:
-    """Raise on all ranks if layers are TP-sharded: metrics of a rank's local outputs are not those of full outputs."""
+    """Raise on all ranks if layers are TP-sharded, because metrics of local outputs are not those of full outputs."""
     plan = run_of(model).plan
     if plan is not None and plan.split:
         raise UnsupportedError(
@@ -465,8 +475,11 @@ def forward_hook(
 
 
 def _logged_module_names(model: nn.Module, *, as_fsdp1: bool) -> dict[nn.Module, tuple[str, ...]]:
-    """Logged names by module. Wrappers of activation checkpointing have none, because inputs and outputs equal those of
-    the wrapped module; with ``as_fsdp1``, every wrapper has one."""
+    """Return the logged names of each module.
+
+    Wrappers of activation checkpointing have none, because their inputs and outputs are those of the wrapped module.
+    With ``as_fsdp1``, every wrapper has a name.
+    """
     names: dict[nn.Module, tuple[str, ...]] = {}
     paths: dict[nn.Module, str] = {}
     for module, path, logged in metric_paths(model, as_fsdp1=as_fsdp1):
@@ -478,14 +491,15 @@ def _logged_module_names(model: nn.Module, *, as_fsdp1: bool) -> dict[nn.Module,
 
 
 def is_reduced(tensor: torch.Tensor) -> bool:
-    """Whether a tensor to be summed over ranks is a replicated DTensor, which already equals the full result.
+    """Whether a tensor that a caller all-reduces is a replicated DTensor.
 
-    In their step, LLM Foundry's DecoupledAdaLRLion and DecoupledClipLion sum values computed on shards of FSDP1's
-    parameters, and so do its optimizers' metrics. Summing ``norm ** 2`` of a replicated DTensor would count it once per
-    rank.
+    It is the full result, and must not be summed.
+
+    The steps of LLM Foundry's DecoupledAdaLRLion and DecoupledClipLion, and its optimizers' metrics, sum values that
+    FSDP1 computed on shards. The sum of ``norm ** 2`` of a replicated DTensor would count it once per rank.
 
     Raises:
-        UnsupportedError: a sharded or partial DTensor.
+        UnsupportedError: the tensor is a sharded or partial DTensor.
     """
     if not isinstance(tensor, DTensor):
         return False

@@ -1,10 +1,10 @@
-"""Optimizers of Composer and LLM Foundry that update each rank's local shards.
+"""Make optimizers of Composer and LLM Foundry update local tensors instead of DTensors.
 
-Their updates are elementwise, so they can run on plain local tensors with bitwise equal results. With DTensors, Python
-dispatches each operation of an update: without any kernel, the step of a model of 80 layers took 6.6 times as long with
-AdamW, and 9.3 times with Lion (benchmarks/dispatch.py). In addition, a step count on a GPU is read once per parameter.
+Their updates are elementwise, so results on local tensors are bitwise equal. With DTensors, each operation is
+dispatched in Python: the CPU time of a step of an 80-layer model was 6.6 times as long with AdamW, and 9.3 times with
+Lion (benchmarks/dispatch.py). In addition, each step count on a GPU would synchronise once per parameter.
 
-Under ``install()`` this applies to all optimizers of known classes from their next step: with or without a Trainer,
+After ``install()``, this applies to all optimizers of known classes from their next step on: with or without a Trainer,
 created before or after sharding, loaded, or nested in another optimizer.
 """
 
@@ -24,18 +24,18 @@ _Update = Callable[..., None]
 
 
 def update_local_shards_of_all() -> RemovableHandle:
-    """Apply ``update_local_shards`` to every optimizer at its next step; remove the returned handle to stop.
+    """Apply ``update_local_shards`` to every optimizer before its next step. Removing the returned handle stops this.
 
-    Optimizers that have made a step by then are not reverted. Call on each rank; does not communicate.
+    Optimizers that have already stepped are not reverted. Called on all ranks; does not communicate.
     """
     return register_optimizer_step_pre_hook(lambda optimizer, *unused: update_local_shards(optimizer))
 
 
 def update_local_shards(optimizer: torch.optim.Optimizer) -> None:
-    """Make ``optimizer`` update this rank's local shards, if its class is known.
+    """Make ``optimizer`` update local tensors instead of DTensors, if its class is known.
 
-    Other classes are not modified, nor are subclasses that override the update or the step. Call on each rank, any
-    number of times; does not communicate.
+    Optimizers of other classes are not modified, nor are those of subclasses that override the update or the step.
+    Called on all ranks; further calls have no effect. Does not communicate.
     """
     known: Any = _known_class(optimizer)
     # torch wraps a class's step when its first instance is created, possibly a subclass's before the base class's.
@@ -52,7 +52,7 @@ def _known_class(optimizer: torch.optim.Optimizer) -> type | None:
 
 
 def reports_norms(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``report_per_parameter_metrics`` returns only L2 norms, of tensors sharded like the parameter."""
+    """Whether ``report_per_parameter_metrics`` returns only L2 norms of tensors that are sharded like the parameter."""
     known: Any = _known_class(optimizer)
     name = "report_per_parameter_metrics"
     if known is None or name in vars(optimizer) or not hasattr(known, name):
@@ -69,7 +69,7 @@ def full_name(kind: type) -> str:
 
 
 def _adamw(update: _Update, optimizer: torch.optim.Optimizer) -> _Update:
-    """Wrap ``DecoupledAdamW.adamw``, which takes lists of parameters, gradients, state and step counts."""
+    """Wrap ``DecoupledAdamW.adamw``, which gets lists of parameters, gradients, state and step counts."""
 
     @functools.wraps(update)
     def adamw(parameters: list[Any], *lists: list[Any], **settings: Any) -> None:
@@ -83,8 +83,7 @@ def _adamw(update: _Update, optimizer: torch.optim.Optimizer) -> _Update:
 
 
 def _sgdw(update: _Update, optimizer: torch.optim.Optimizer) -> _Update:
-    """Wrap ``DecoupledSGDW.sgdw``, which takes lists of parameters, gradients and momenta, and fills in missing
-    momenta."""
+    """Wrap ``DecoupledSGDW.sgdw``, which gets lists of parameters, gradients and momenta, and sets missing momenta."""
 
     @functools.wraps(update)
     def sgdw(parameters: list[Any], gradients: list[Any], momenta: list[Any], **settings: Any) -> None:
@@ -104,10 +103,10 @@ def _sgdw(update: _Update, optimizer: torch.optim.Optimizer) -> _Update:
 
 
 def _lionw(update: _Update, optimizer: torch.optim.Optimizer) -> _Update:
-    """Wrap ``DecoupledLionW.lionw``, which takes one parameter, its gradient and its average; batched at the end of the
-    step.
+    """Wrap ``DecoupledLionW.lionw``, which gets one parameter, its gradient and its average.
 
-    Batched only if the fused operations return bitwise equal results.
+    The updates are collected and run by ``foreach`` operations at the end of the step, if their results are bitwise
+    equal.
     """
     pending = _PendingUpdates() if _is_lion(update) else None
     if pending is not None:
@@ -137,7 +136,7 @@ _UPDATES: dict[str, tuple[str, Callable[[_Update, torch.optim.Optimizer], _Updat
 
 
 class _PendingUpdates:
-    """Parameters, gradients and averages of one step for a batched Lion update."""
+    """The parameters, gradients and averages of one step, collected for a ``foreach`` Lion update."""
 
     # Approximate temporary memory of a batched update.
     MAX_BYTES = 64 << 20
@@ -182,7 +181,8 @@ def _foreach_lion(
 
 @functools.cache
 def _is_lion(update: _Update) -> bool:
-    """Whether Foundry's update of one parameter is bitwise equal to the fused one, with and without weight decay."""
+    """Whether LLM Foundry's update of one parameter is bitwise equal to the ``foreach`` update, with and without
+    weight decay."""
     generator = torch.Generator().manual_seed(0)
     for weight_decay in (0.0, 1e-4):
         settings = (0.1, 0.3, weight_decay, 0.9, 0.99)
@@ -197,7 +197,7 @@ def _is_lion(update: _Update) -> bool:
 
 
 def _move_step_counts_to_host(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
-    """Move step counts to the host, where torch's AdamW stores them: reading each on a GPU would synchronise."""
+    """Move step counts to the host, as in torch's AdamW. Reading one on a GPU would synchronise."""
     by_device: dict[torch.device, list[dict[str, Any]]] = {}
     for state in optimizer.state.values():
         step = state.get("step") if isinstance(state, dict) else None  # a subclass may store plain numbers

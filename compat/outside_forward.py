@@ -1,4 +1,4 @@
-"""Access to full parameters in a ComposerModel's loss and metrics, where they are sharded."""
+"""Let a ComposerModel's loss and metrics use parameters, which are sharded outside of the forward."""
 
 import contextlib
 import functools
@@ -14,9 +14,9 @@ from composer_fsdp2.training.outside_forward import FullTensorMode, explain_mixe
 
 @contextlib.contextmanager
 def allow_full_parameters(trainer: Any) -> Iterator[None]:
-    """Let ``loss`` and ``update_metric`` of the Trainer's model use any of its parameters in the block.
+    """In the block, let ``loss`` and ``update_metric`` of the Trainer's model use any of its parameters.
 
-    For parameters used elsewhere, torch's error is extended by the necessary change.
+    If other code uses a parameter, torch's error is extended by the necessary change to that code.
     """
     model = trainer._original_model
     if not sharded_roots(model):
@@ -42,12 +42,15 @@ def _with_full_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def around_event(state: State, event: Event) -> contextlib.AbstractContextManager[Any]:
-    """A context for algorithms and callbacks, which may use parameters for a penalty after the loss."""
+    """Return a context for algorithms and callbacks at ``event``.
+
+    After the loss, it lets them compute penalties on full parameters.
+    """
     is_loss = event is Event.AFTER_LOSS and is_sharded(state.model)
     return FullTensorMode() if is_loss else contextlib.nullcontext()
 
 
 def after_event(state: State, event: Event) -> None:
-    """The Trainer sums several losses; one may be a penalty that is still a DTensor."""
+    """Convert losses that are DTensors to full tensors before backward: an algorithm's penalty may be one."""
     if event is Event.BEFORE_BACKWARD:
         state.loss = full_tensors(state.loss)

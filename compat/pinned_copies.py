@@ -1,8 +1,8 @@
-"""Pinned host memory for an asynchronous save's copies of GPU tensors, reused by all saves.
+"""Copy GPU tensors to pinned host memory for an asynchronous save. All saves reuse the memory.
 
 Copies to pageable memory run at 2 to 4 GB/s, and training waits for them. torch rounds pinned allocations up to a power
-of two (CachingHostAllocator, torch 2.7), which increases a state's size by a factor of 1.1 to 1.7; therefore ordinary
-memory is registered with CUDA instead.
+of two (CachingHostAllocator, torch 2.7), which increases the size of a state by a factor of 1.1 to 1.7. Ordinary memory
+is therefore allocated and registered with CUDA.
 """
 
 import contextlib
@@ -24,14 +24,18 @@ log = logging.getLogger(__name__)
 
 
 def is_on_device(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is copied to pinned memory; tensors in host memory (CPU offload) are copied within it."""
+    """Whether a tensor must be copied to pinned memory.
+
+    Tensors in host memory (CPU offload) are copied to pageable memory.
+    """
     return tensor.device.type != "cpu"
 
 
 def keep_on_device(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """In the block, Composer's State collects device tensors without a pageable copy.
+    """In the block, Composer's State returns device tensors in its state dict, and does not copy them to pageable
+    memory.
 
-    Without effect for a model in host memory.
+    No effect if the model is in host memory.
     """
     if not any(is_on_device(parameter) for parameter in model.parameters()):
         return contextlib.nullcontext()
@@ -46,14 +50,17 @@ def keep_on_device(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 
 class PinnedCopies:
-    """Copies of a rank's tensors in one pinned buffer of exactly their size, reused by later copies."""
+    """Copies of a rank's tensors in one pinned buffer of exactly their size.
+
+    Each call overwrites the copies of the last.
+    """
 
     def __init__(self) -> None:
         self._memory: _HostMemory | None = None
 
     @torch.no_grad()
     def of(self, tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Copy tensors; returns the copies by ``id`` of the original. A DTensor's local tensor is copied.
+        """Copy tensors (of DTensors, the local tensor), and return the copies by ``id`` of the original.
 
         Overwrites the copies of an earlier call, and allocates a larger buffer if necessary. Synchronises with the
         device once; does not communicate. On accelerators other than CUDA, copies are pageable.
@@ -86,8 +93,8 @@ def _is_on_cuda(part: torch.Tensor) -> bool:
 
 
 def _empty_copy(memory: "_HostMemory | None", start: int, part: torch.Tensor) -> torch.Tensor:
-    """An empty tensor with the strides of ``part.to("cpu")``; for a dense ``part`` these are its own, so bytes are
-    copied.
+    """Return an uninitialised tensor in ``memory``, with the strides of ``part.to("cpu")``: those of ``part`` if it is
+    dense.
 
     It has a separate storage, because ``torch.save`` writes a tensor's full storage.
     """
@@ -103,10 +110,12 @@ def _empty_copy(memory: "_HostMemory | None", start: int, part: torch.Tensor) ->
 
 
 class _HostMemory:
-    """Memory of exactly the requested size. Pinned while this object is alive; tensors in it may live longer.
+    """Host memory of exactly the requested size.
+
+    It is pinned while this object is alive; tensors in it may live longer.
 
     Args:
-        pin: Whether to try to pin it.
+        pin: Whether to try to pin the memory.
     """
 
     def __init__(self, num_bytes: int, *, pin: bool) -> None:
@@ -123,7 +132,7 @@ class _HostMemory:
 
 
 def _pin(address: int, num_bytes: int) -> bool:
-    """Whether the memory was pinned; on failure it is pageable, which a save can still use."""
+    """Pin memory; return whether this succeeded. If not, a save uses it as pageable memory, and a warning is logged."""
     runtime: Any = torch.cuda.cudart()
     error = runtime.cudaHostRegister(address, num_bytes, _PORTABLE)
     if not int(error):

@@ -1,4 +1,4 @@
-"""Reject or correct, before training, settings that would fail late or have no effect on a sharded model."""
+"""Before training, reject or correct settings that would fail later or have no effect on a sharded model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,10 +37,12 @@ _REASONS = {
 
 
 def refuse_copies(state: State) -> None:
-    """Called on all ranks before a Trainer shards its model, and before each fit.
+    """Raise for algorithms and callbacks that do not work on a sharded model.
 
     Raises:
-        UnsupportedError: an algorithm or a callback would fail later; names each, and the alternative.
+        UnsupportedError: names each algorithm or callback, and the alternative.
+
+    Called on all ranks before a Trainer shards its model, and before each ``fit``.
     """
     if state.fsdp_config is None and not is_sharded(state.model):
         return
@@ -69,9 +71,10 @@ _LAYER_FREEZING = "llmfoundry.callbacks.resumption_callbacks.LayerFreezing"
 
 
 def name_layers_to_freeze(state: Any) -> None:
-    """Map layer names of LLM Foundry's LayerFreezing, from FSDP1's model or the unwrapped model, to this model's names.
+    """Convert the layer names of LLM Foundry's LayerFreezing to this model's: users write them with or without FSDP1's
+    prefixes.
 
-    The callback compares names; called on each rank before it runs (at the start of fit).
+    Called on all ranks at the start of ``fit``, before the callback compares names.
     """
     own = {canonical(name): name for name, _ in state.model.named_parameters()}
     for callback in state.callbacks:

@@ -1,7 +1,7 @@
-"""Download checkpoints from object stores and URLs to a folder shared by the ranks of a machine.
+"""Download checkpoints from object stores and URLs to a folder that the ranks of a node share.
 
-If a layout has one metadata file, that is downloaded first, and each other file when a rank of this machine opens it.
-For other layouts, the ranks of a machine download all files together.
+If a layout has one metadata file, it is downloaded first, and each other file once a rank of the node opens it. For
+other layouts, each rank of a node downloads a part of the files.
 """
 
 import contextlib
@@ -43,14 +43,14 @@ _DOWNLOADING = "downloading a checkpoint"
 
 @contextlib.contextmanager
 def local_checkpoint(path: str, object_store: Any, progress_bar: bool) -> Iterator[Located]:
-    """Provide a checkpoint from any location within a with block. Called on all ranks.
+    """Yield a checkpoint from any location as local files. Called on all ranks; downloads are deleted after the block.
 
     Args:
         path: A local path; a URL or a URI; or, in ``object_store``, the name of an object, a prefix of names (a
             folder), or a ``.symlink`` to either.
         object_store: A store of Composer, or a LoggerDestination that supports downloads.
     Raises:
-        CheckpointError: on all ranks: it does not exist, or cannot be downloaded. Names the objects.
+        CheckpointError: on all ranks, if it does not exist or cannot be downloaded; names the objects.
     """
     is_url = path.lower().startswith(("http://", "https://"))
     if object_store is None and not is_url:
@@ -75,12 +75,12 @@ def local_checkpoint(path: str, object_store: Any, progress_bar: bool) -> Iterat
 
 
 def _find_on_local_rank_0(path: str) -> str | Located:
-    """The checkpoint that the first rank of this machine finds, which all its ranks read, as in Composer.
+    """Return the checkpoint that the first rank of this node finds. All ranks of the node read it, as in Composer.
 
-    Each rank may have passed a different folder (``tempfile.mkdtemp()``), of which only the first rank's was written.
-    If the first rank finds nothing, each rank's error names its own path.
+    Ranks may pass different folders (``tempfile.mkdtemp()``), and only the first rank's has the checkpoint. If that
+    rank finds nothing, this returns each rank's own ``path``, for its error.
 
-    Called on all ranks; gathers the results.
+    Called on all ranks; all-gathers the results.
     """
     found = None
     if dist.get_local_rank() == 0:
@@ -91,21 +91,24 @@ def _find_on_local_rank_0(path: str) -> str | Located:
 
 
 def _first_ranks_of_machines() -> list[int]:
-    """For each rank, the first rank of its machine, by the local ranks of Composer's launcher. Called on all ranks."""
+    """Return, for each rank, the first rank of its node, computed from local ranks.
+
+    Called on all ranks; all-gathers them.
+    """
     return all_gather_object(dist.get_global_rank() - dist.get_local_rank())
 
 
 def _validate_share(located: Located) -> None:
-    """Run the user's check of a checkpoint's files, distributed over the ranks of a machine."""
+    """Run the user's validation function on this rank's part of a checkpoint's files. Local ranks divide the files."""
     for file in located.files[dist.get_local_rank() :: dist.get_local_world_size()]:
         _validate(file)
 
 
 def _validate(file: Path) -> None:
-    """Run the user's check in CHECKPOINT_VALIDATION_FUNCTION on a file, before it is read.
+    """Run the user's function in CHECKPOINT_VALIDATION_FUNCTION on a file before it is read.
 
     Raises:
-        CheckpointError: the check rejected the file.
+        CheckpointError: the function rejected the file.
     """
     try:
         _ensure_valid_checkpoint(file)
@@ -127,10 +130,10 @@ class _Store:
         return type(self._store).__name__ if self._store is not None else "the server"
 
     def download(self, name: str, file: Path) -> bool:
-        """Download an object to ``file``; returns whether it exists.
+        """Download an object to ``file``; return False if the store has no such object.
 
         Raises:
-            CheckpointError: five attempts failed, or the user's check rejected the file.
+            CheckpointError: five attempts failed, or the user's validation function rejected the file.
         """
         incomplete = self._folder_of(name) / file.name
         try:
@@ -164,11 +167,11 @@ class _Store:
             yield
 
     def _folder_of(self, name: str) -> Path:
-        """The folder of an incomplete download; object names may be longer than file names."""
+        """Return the folder for an incomplete download: a hash, because object names may be longer than file names."""
         return self._incomplete / hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()
 
     def names_below(self, folder: str) -> list[str]:
-        """The objects in a folder; none if the store cannot list objects."""
+        """Return the names of the objects in a folder; an empty list if the store cannot list objects."""
         try:
             return sorted(self._store.list_objects(f"{folder}/"))
         except (AttributeError, NotImplementedError):
@@ -177,13 +180,13 @@ class _Store:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """The object or folder to which a name refers.
+    """An object or folder in a store, and its local copy.
 
     Args:
-        name: The object's or folder's name.
-        local: Its path on this machine.
-        located: The checkpoint, if it is an object.
-        layout: The layout of a folder from which only the metadata file was downloaded.
+        name: The name in the store.
+        local: The local path.
+        located: The local checkpoint, if the name is that of an object.
+        layout: The layout of a folder of which only the metadata file was downloaded.
         missing: Local paths of files that must be downloaded before reading.
     """
 
@@ -194,20 +197,20 @@ class _Found:
     missing: tuple[Path, ...] = ()
 
     def name_of(self, file: Path) -> str:
-        """The object name of a file in the folder, or beside the file."""
+        """Return the object name of the local ``file``: in the folder, or in the same folder as the object."""
         if file.is_relative_to(self.local):
             return f"{self.name}/{file.relative_to(self.local).as_posix()}"
         return str(PurePosixPath(self.name).with_name(file.name))
 
 
 def _download_share(source: _Store, found: _Found) -> None:
-    """Download this rank's share of the files that are needed before reading."""
+    """Download this rank's part of the missing files. Local ranks divide the files."""
     for file in found.missing[dist.get_local_rank() :: dist.get_local_world_size()]:
         _fetch(source, found, file)
 
 
 def _fetch(source: _Store, found: _Found, file: Path) -> None:
-    """Download a file unless a rank of this machine has; other ranks that need it wait."""
+    """Download a file, unless another rank of this node already has; if one is downloading it, wait."""
     name = found.name_of(file)
     if not file.exists():
         with source.locked(name):
@@ -216,7 +219,7 @@ def _fetch(source: _Store, found: _Found, file: Path) -> None:
 
 
 def _find(source: _Store, path: str, folder: Path) -> _Found:
-    """Follow links to an object or a folder; download the object, or the folder's metadata."""
+    """Follow links to an object or a folder, then download the object, or the folder's metadata file."""
     name, tried = _RANKS.sub("0", path).rstrip("/"), list[str]()
     for _ in range(_MAX_LINKS):
         if not name.endswith(_LINK):
@@ -232,7 +235,8 @@ def _find(source: _Store, path: str, folder: Path) -> _Found:
 
 
 def _link_target(source: _Store, name: str, folder: Path) -> str | None:
-    """The target in a ``.symlink`` object, which Composer writes beside its checkpoints; None if it does not exist."""
+    """Return the target of a ``.symlink`` object, which Composer writes beside its checkpoints; None if there is no
+    such object."""
     file = folder / _LINK_FILE
     if not source.download(name, file):
         return None

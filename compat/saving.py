@@ -1,6 +1,6 @@
-"""Save checkpoints of a sharded model under the same names as FSDP1 with the same FSDPConfig.
+"""Save checkpoints of a sharded model with the same file names as FSDP1 with the same FSDPConfig.
 
-Composer writes sharded checkpoints; full ones are written without gathering the model on rank 0.
+Composer writes sharded checkpoints. This package writes full ones, without gathering the model on rank 0.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ from .seams import seam
 
 
 def sharded_state_dict(state: State, weights_only: bool, ignore_keys: IgnoreKeys) -> dict[str, Any]:
-    """Composer's state dict, with DTensors instead of full tensors. Called on all ranks."""
+    """Return Composer's state dict with DTensors instead of full tensors. Called on all ranks."""
     as_sharded = replaced(state.fsdp_config, "state_dict_type", "sharded")
     with keeping_shards(not state.fsdp_sharded_state_dict_enabled), as_sharded:
         if weights_only:
@@ -67,9 +67,10 @@ def sharded_state_dict(state: State, weights_only: bool, ignore_keys: IgnoreKeys
     why="shards of an algorithm (EMA's averages) were saved as rank 0's only, in a pickle of DTensors",
 )
 def state_dict(original: Callable[..., Any], self: State) -> dict[str, Any]:
-    """Replaces ``State.state_dict``: DTensors of algorithms and callbacks are full tensors in rank 0's host memory.
+    """Replaces ``State.state_dict``: DTensors of algorithms and callbacks become full tensors, in host memory of rank
+    0.
 
-    As with FSDP1, where each rank had full tensors; a file of either can be loaded with the other.
+    FSDP1 saved full tensors too, so either can load the other's file. Called on all ranks.
     """
     saved: dict[str, Any] = original(self)
     if is_sharded(self.model) and not keeps_shards.get():
@@ -83,9 +84,9 @@ ENTRIES_WITH_SHARDS = ("algorithms", "callbacks")
 
 
 def _unsharded(value: Any, keeps: bool) -> Any:
-    """The value with full tensors instead of DTensors, or None instead of them; unchanged without DTensors.
+    """Return ``value`` with each DTensor replaced by its full tensor, or by None if ``keeps`` is false.
 
-    Called on all ranks.
+    Called on all ranks; all-gathers each DTensor.
     """
 
     def unsharded(part: Any, path: EntryPath) -> Any:
@@ -136,7 +137,7 @@ def save(
 
 
 def write_full(state_dict: dict[str, Any], filename: str, group: dist.ProcessGroup | None = None) -> None:
-    """Write a monolithic checkpoint, compressed as its suffix specifies. Called on all ranks."""
+    """Write a monolithic checkpoint. A suffix of ``filename`` selects compression. Called on all ranks."""
     if not (is_tar(filename) or is_compressed_pt(filename)):
         save_monolithic(state_dict, filename, group=group)
         return
@@ -172,7 +173,10 @@ def _pack(source: Path, packed: Path) -> None:
 
 
 def write_sharded(state: State, state_dict: dict[str, Any], filename: str, group: dist.ProcessGroup | None) -> None:
-    """Write a DCP directory as Composer does: only one replica writes, and only rank 0 writes the RNG states."""
+    """Write a DCP checkpoint as Composer does: one replica writes, and only rank 0 writes RNG states.
+
+    Called on all ranks.
+    """
     assert state.fsdp_config is not None
     if dist.get_rank() > 0:
         state_dict.pop("rng", None)
@@ -203,12 +207,12 @@ def write_shards(
     overwrite: bool = False,
     save_format: str = "pt",
 ) -> str | None:
-    """Replaces ``_save_sharded_state_dict_to_disk`` of ``composer.checkpoint``: checks for an existing folder first.
+    """Replaces ``_save_sharded_state_dict_to_disk`` of ``composer.checkpoint``: first checks for an existing folder.
 
-    In Composer 0.32.1, rank 0 checks while the other ranks enter torch, which creates the folder: occasionally rank 0
-    raises that it exists, and the others hang.
+    In Composer 0.32.1, rank 0 checks while other ranks already save. torch creates the folder there, so rank 0
+    sometimes finds it and raises, and the other ranks hang.
 
-    Called on all ranks; gathers rank 0's result.
+    Called on all ranks; all-gathers whether the folder exists.
     """
     if (
         not overwrite

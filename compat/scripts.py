@@ -9,7 +9,7 @@ from types import ModuleType
 
 
 def run_file(script: str, arguments: Sequence[str]) -> None:
-    """Run a file like ``python script arguments``: with sys.argv, sys.path and ``__main__`` set.
+    """Run a file as ``python script arguments`` does, with sys.argv, sys.path and ``__main__`` set.
 
     ``runpy.run_path`` would set a different ``__package__`` and ``__file__``, and remove ``__main__`` before atexit
     handlers run.
@@ -33,6 +33,6 @@ def run_module(name: str, arguments: Sequence[str]) -> None:
 
 
 def _set_first_on_path(folder: str) -> None:
-    """Replace Python's first entry of sys.path for a command: the folder of the console script, or the current one."""
+    """Replace the first entry of sys.path, the folder of the console script or the working directory, by ``folder``."""
     if not sys.flags.safe_path:
         sys.path[0] = folder

@@ -1,6 +1,6 @@
 """Replace functions and methods of another package at all their bindings, and restore them.
 
-A seam is a decorated function::
+A seam is the replacement of one function, declared by a decorator::
 
     @seam("composer.utils.misc", "is_model_fsdp", why="scripts and callbacks check whether a model is sharded")
     def is_model_fsdp(original: Callable[[nn.Module], bool], model: nn.Module) -> bool:
@@ -20,14 +20,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seam:
-    """A function or method of another package that is replaced.
+    """A function or method of another package, and its replacement.
 
     Args:
         module: The module that defines the function or class.
         name: ``function``, or ``Class.method``.
-        replacement: Called with the original, followed by the original's arguments.
-        why: The fault without it (read and measured in Composer 0.32.1).
-        leaves: Packages whose modules are not rebound.
+        replacement: Called with the original function, followed by the call's arguments.
+        why: What fails without the replacement (in Composer 0.32.1).
+        leaves: Packages whose modules still use the original.
     """
 
     module: str
@@ -37,9 +37,9 @@ class Seam:
     leaves: tuple[str, ...] = ()
 
     def around(self, original: Any) -> Any:
-        """The object that replaces the original; a classmethod or staticmethod if the original is one.
+        """Return the object that replaces the original: a function, or a classmethod or staticmethod as the original.
 
-        A class is replaced by the return value of ``replacement``, which is called with it once.
+        For a class, ``replacement`` is called once with the class, and its return value replaces the class.
         """
         if isinstance(original, type):
             return self.replacement(original)
@@ -57,7 +57,8 @@ _SEAMS: list[Seam] = []
 
 
 def seam(module: str, *names: str, why: str, leaves: tuple[str, ...] = ()) -> Callable[[F], F]:
-    """Make the decorated function replace ``names`` in ``module``; see ``Seam`` for its arguments."""
+    """Make the decorated function replace ``names`` in ``module`` once ``install`` is called; see ``Seam`` for the
+    arguments."""
 
     def note(replacement: F) -> F:
         _SEAMS.extend(Seam(module=module, name=name, replacement=replacement, why=why, leaves=leaves) for name in names)
@@ -81,7 +82,10 @@ class Replacement:
 
 
 def replace(seams: Sequence[Seam]) -> list[Replacement]:
-    """Install every seam at all current bindings of its original; changes nothing if an original is not found."""
+    """Install all seams, at all current bindings of their originals.
+
+    If an original is not found, nothing is changed.
+    """
     originals = [vars(_owner(each))[_attribute(each)] for each in seams]
     replacements = [
         Replacement(each, original, each.around(original)) for each, original in zip(seams, originals, strict=True)
@@ -107,10 +111,10 @@ def _attribute(seam: Seam) -> str:
 
 
 def _rebind(changes: Sequence[tuple[Seam, Any, Any, tuple[str, ...]]]) -> None:
-    """Set the attribute of each seam, and every other binding of the old function or class, to the new one.
+    """Replace each old function or class by the new one, at its definition and in all modules that imported it.
 
     Args:
-        changes: Tuples of seam, old, new, and packages whose modules are not changed.
+        changes: Tuples of seam, old function, new function, and packages whose modules are not changed.
     """
     functions: dict[int, tuple[Any, tuple[str, ...]]] = {}
     for seam_, old, new, leaves in changes:

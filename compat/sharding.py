@@ -1,4 +1,4 @@
-"""Shard a model in a Trainer or script, query whether it is sharded, and access its full parameters."""
+"""Shard a model in a Trainer or script, check whether a model is sharded, and access its full parameters."""
 
 import warnings
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def prepare_fsdp_module(
 
 
 def _confirm(model: nn.Module) -> None:
-    """Print a summary of the sharded model on rank 0, which shows the user that FSDP2 is used."""
+    """Print a summary of the sharded model on rank 0, so the user sees that FSDP2 is used."""
     plan = run_of(model).plan
     if plan is not None:
         confirm(plan.summary, [plan])
@@ -108,11 +108,11 @@ def apply_fsdp(original: Callable[..., Any], self: State) -> None:
     why="composer.checkpoint refused to save or load shards, and took a sharded model for an unsharded one",
 )
 def is_model_fsdp(original: Callable[..., Any], model: nn.Module) -> bool:
-    """Replaces ``composer.utils.is_model_fsdp`` and that of ``composer.checkpoint``: True also for units of
+    """Replaces ``is_model_fsdp`` of ``composer.utils`` and ``composer.checkpoint``: also True for models sharded by
     ``fully_shard``.
 
-    Scripts then call FSDP1's functions, which are supported: ``FullyShardedDataParallel.summon_full_params``, and state
-    dicts of shards.
+    Scripts then call functions of FSDP1 that this package replaces, such as
+    ``FullyShardedDataParallel.summon_full_params``.
     """
     return is_sharded(model) or original(model)
 
@@ -123,8 +123,10 @@ def is_model_fsdp(original: Callable[..., Any], model: nn.Module) -> bool:
     why="FSDP1 needed the root's full parameters for it; here the forward gathers them",
 )
 def generate(original: Callable[..., Any], self: Any, input_ids: Any, **kwargs: Any) -> Any:
-    """Replaces ``HuggingFaceModel.generate``, without FSDP1's workaround that gathers the output head, at the cost of a
-    block."""
+    """Replaces ``HuggingFaceModel.generate``: omits ``summon_full_params`` of the root module, which only FSDP1 needed.
+
+    ``fully_shard`` all-gathers these parameters in the forward.
+    """
     if not is_sharded(self.model):
         return original(self, input_ids, **kwargs)
     if "pad_token_id" not in kwargs:
@@ -140,8 +142,11 @@ def generate(original: Callable[..., Any], self: Any, input_ids: Any, **kwargs: 
 def summon_full_params_of_fsdp1(
     original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
 ) -> AbstractContextManager[None]:
-    """FSDP1's function for a model that it wraps; otherwise composer_fsdp2's, which does nothing for an unsharded
-    model."""
+    """Replaces FSDP1's ``summon_full_params``: calls the original for FSDP1 modules, else
+    ``composer_fsdp2.summon_full_params``.
+
+    The latter does nothing for an unsharded model. Called on all ranks.
+    """
     if any(isinstance(each, FSDP1Wrapper) for each in module.modules()):
         under_fsdp1: AbstractContextManager[None] = original(module, *args, **kwargs)
         return under_fsdp1

@@ -38,7 +38,8 @@ def pop_tensor_config(model: nn.Module) -> TensorParallel | None:
     why="layers were split before it was known whether the rest can be sharded",
 )
 def wrap_model(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Composer TP-shards layers, then applies FSDP; here one plan contains both, and is checked before any change."""
+    """Replaces Composer's function that TP-shards layers and then applies FSDP: one plan has both, and is checked
+    first."""
     with _in_trainer():
         original(*args, **kwargs)
 
@@ -59,7 +60,8 @@ def _in_trainer() -> Iterator[None]:
     "ignored paths of the plan without a match",
 )
 def prepare_tp_module(original: Callable[..., None], model: nn.Module, optimizers: Any, tp_config: TPConfig) -> None:
-    """In a Trainer, defer to the sharding that follows; in a script, TP-shard the layers now."""
+    """Replaces Composer's function: in a Trainer, records the layer plan for the sharding that follows; else
+    TP-shards the layers."""
     config = resolve_ffn_plan(model, TensorParallel.read(tp_config))
     if _shards_next.get():
         _PENDING_CONFIGS[model] = config
@@ -76,8 +78,10 @@ def prepare_tp_module(original: Callable[..., None], model: nn.Module, optimizer
 
 
 def resolve_ffn_plan(model: nn.Module, config: TensorParallel) -> TensorParallel:
-    """Replace the ``ffn`` strategy by its intended plan: TP-sharded feed-forwards, on one batch of all ranks of a
-    group."""
+    """Replace the strategy ``ffn`` by a plan that TP-shards feed-forwards, and gather the batches of TP peers.
+
+    FSDP1 trained each TP peer on its own batch, which is not tensor parallelism. Rank 0 logs a warning.
+    """
     if not _is_of_ffn(config.layer_plan):
         return config
     if dist.is_initialized() and dist.get_rank() == 0:
@@ -95,7 +99,8 @@ def resolve_ffn_plan(model: nn.Module, config: TensorParallel) -> TensorParallel
     why="it knows no strategy but ffn, which splits MPT's feed-forwards alone",
 )
 def layer_plan_of(original: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
-    """For the strategy ``auto`` return "auto": the plan of a known model is created when the model is sharded."""
+    """Replaces LLM Foundry's lookup of a strategy: returns "auto" for ``auto``, which is resolved when the model is
+    sharded."""
     return AUTO if name == AUTO else original(name, *args, **kwargs)
 
 

@@ -1,7 +1,7 @@
-"""A Trainer's steps and events: microbatches, resharding between steps, and gradient clipping.
+"""Adapt a Trainer's steps and events: microbatches, resharding between steps, and gradient clipping.
 
-After a forward without gradients, ``fully_shard`` leaves a root's parameters unsharded, as plain tensors. FSDP1 showed
-shards there, and so does this module: callbacks and algorithms read DTensors at every event of a Trainer, except
+After a forward without gradients, ``fully_shard`` leaves a root's parameters unsharded, as plain tensors. FSDP1
+resharded them, and so does this module: callbacks and algorithms read DTensors at every event of a Trainer, except
 between forward and backward of a training step.
 """
 
@@ -122,7 +122,7 @@ def _free_parameters(state: State, event: Event) -> None:
 def _run_callbacks(
     original: Callable[..., Any], self: Any, event: Event | str, callbacks: Sequence[Callback] | None = None
 ) -> None:
-    """Replaces ``Engine._run_callbacks``: reshards parameters that a callback gathered before the next one runs."""
+    """Replaces ``Engine._run_callbacks``: runs one callback at a time, and reshards parameters that it unsharded."""
     event = Event(event)
     for callback in self.state.callbacks if callbacks is None else callbacks:
         original(self, event, [callback])
@@ -131,7 +131,7 @@ def _run_callbacks(
 
 
 def _is_observer(listener: Callback | Algorithm, event: Event) -> bool:
-    """Whether a callback or algorithm of another package may act at ``event``."""
+    """Whether a callback or algorithm of another package handles ``event``."""
     kind: Any = type(listener)
     if kind.__module__.split(".")[0] in _KNOWN_PACKAGES:
         return False

@@ -1,4 +1,4 @@
-"""``composer-fsdp2 checkpoint convert SOURCE DESTINATION --to LAYOUT``: a checkpoint in another layout."""
+"""``composer-fsdp2 checkpoint convert SOURCE DESTINATION --to LAYOUT``: write a checkpoint in another layout."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""``composer-fsdp2 checkpoint inspect PATH``: layout, writer and tensors of a checkpoint, from its metadata."""
+"""``composer-fsdp2 checkpoint inspect PATH``: print a checkpoint's layout, writer and tensors from its metadata."""
 
 import logging
 import sys

@@ -1,4 +1,4 @@
-"""``composer-fsdp2 checkpoint verify PATH``: checks a checkpoint against its checksums or another checkpoint."""
+"""``composer-fsdp2 checkpoint verify PATH``: check a checkpoint against its checksums or another checkpoint."""
 
 import logging
 import sys

@@ -1,4 +1,4 @@
-"""``composer-fsdp2 compare FILE|SCRIPT``: trains the same run on FSDP1 and on FSDP2, and compares them."""
+"""``composer-fsdp2 compare FILE|SCRIPT``: train the same run on FSDP1 and on FSDP2, and compare the results."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ class Compare(Command):
 
 @contextlib.contextmanager
 def _progress(options: Compare) -> Iterator[Callable[[str, int], None]]:
-    """Yield a function that shows a run's progress: a bar on a terminal, otherwise one line at its start."""
+    """Yield a function that shows the progress of a run: a bar on a terminal, otherwise one line when the run
+    starts."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 

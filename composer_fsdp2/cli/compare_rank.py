@@ -1,4 +1,5 @@
-"""One rank of a run that ``composer-fsdp2 compare`` starts: ``python -m composer_fsdp2.cli.compare_rank JOB.json``."""
+"""The entry point of each rank in ``composer-fsdp2 compare``: ``python -m composer_fsdp2.cli.compare_rank
+JOB.json``."""
 
 from __future__ import annotations
 

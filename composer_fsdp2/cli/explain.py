@@ -1,4 +1,4 @@
-"""``composer-fsdp2 explain KEY|VALUE|--all``: its effect under FSDP1 and under FSDP2, in every dialect."""
+"""``composer-fsdp2 explain KEY|VALUE|--all``: print the effect of a key or value under FSDP1 and FSDP2."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Groups of commands, each imported when it runs or when --help lists it."""
+"""Import each command's module only when the command runs or ``--help`` lists it."""
 
 import importlib
 import inspect
@@ -26,7 +26,10 @@ class Verb:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def command(self) -> Any:
-        """Return the click command; newer releases of typer have a private name for its type."""
+        """Import and return the click command.
+
+        Its return type is ``Any`` because newer typer releases made the type private.
+        """
         command = getattr(importlib.import_module(f"{__package__}.{self.file}"), self.name.capitalize())
         # typer keeps line breaks; with one line per paragraph it wraps at the terminal's width.
         text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")

@@ -58,10 +58,10 @@ def _options(
 
 
 def main() -> None:
-    """Run the console script. ``run`` and ``train`` exit with the script's own code, or 2 without a script or module.
+    """Run the console script. ``run`` and ``train`` exit with the script's exit code, or 2 without a script.
 
-    Other commands exit with 141 (128 + SIGPIPE) if the reader of their output closes it, and with 130 (128 + SIGINT)
-    if they are interrupted before their own handler is set.
+    Other commands exit with 141 (128 + SIGPIPE) if the pipe that reads their output is closed, and with 130 (128 +
+    SIGINT) if they are interrupted before they set a signal handler.
     """
     is_of_script = sys.argv[1:2] in (["run"], ["train"])
     for stream in (sys.stdout, sys.stderr):

@@ -1,4 +1,4 @@
-"""``composer-fsdp2 migrate FILE|DIR|-``: converts configurations to FSDP2, and reports the outcome of every key."""
+"""``composer-fsdp2 migrate FILE|DIR|-``: convert configurations to FSDP2, and report the outcome of each key."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class Migrate(Command):
 
 
 def _report_on(options: Migrate) -> Report:
-    """Migrate all files; prints only a progress bar, which would break up other lines."""
+    """Migrate all files and return the report. Prints only a progress bar, because other lines would break it up."""
     # Imported here: --help and completion do not need the parsers.
     from composer_fsdp2.migration.files import STANDARD_INPUT, Destination, migrate_files, sources_of
     from composer_fsdp2.migration.report import Report
@@ -212,7 +212,7 @@ def _standard_input() -> bytes:
 
 
 def _check_report(path: Path) -> None:
-    """Raise ConfigError if the report cannot be written, before any file is changed."""
+    """Raise ConfigError if the report file cannot be written. Called before any file is changed."""
     from composer_fsdp2.migration.documents import SUFFIXES
 
     if not path.parent.is_dir():
@@ -260,9 +260,9 @@ def _show_one(result: FileResult, options: Migrate) -> None:
 
 
 def _show_several(report: Report, options: Migrate) -> None:
-    """Print a line for each file that changes or needs a decision, then the reasons with their counts.
+    """Print one line for each file that changes or needs a decision, then each reason with the number of files.
 
-    --report and --json have all findings, and so has --all.
+    Only --report, --json and --all print all findings.
     """
     for result in report.results:
         if result.migration is None:
@@ -279,7 +279,9 @@ def _show_several(report: Report, options: Migrate) -> None:
 
 
 def _notes(report: Report, options: Migrate) -> Iterator[str]:
-    """Yield the lines for standard error: skipped files, next steps, and the number of files in each state."""
+    """Yield the lines for standard error: skipped files, next steps, and how many files changed, failed or stayed the
+    same.
+    """
     is_one = len(report.results) == 1
     for result in report.results:
         if result.is_skipped and (is_one or result.is_foreign):

@@ -1,4 +1,4 @@
-"""Options of several commands: a checkpoint, trust, and the function that builds a model."""
+"""Options that several commands share: the checkpoint, trust, and the function that builds a model."""
 
 import importlib
 import importlib.util
@@ -27,7 +27,7 @@ Trust = Annotated[
 
 
 def model_from(name: str | None) -> Any:
-    """Call ``module:function`` or ``path.py:function`` and return its result; None for None.
+    """Call ``module:function`` or ``path.py:function`` and return the model; None if ``name`` is None.
 
     Raises:
         ConfigError: the function does not exist.

@@ -1,4 +1,4 @@
-"""Command-line options as fields of frozen dataclasses; each field's type has the settings for typer."""
+"""Declare a command's options as fields of a frozen dataclass. Each field's annotation has its typer settings."""
 
 from __future__ import annotations
 
@@ -15,13 +15,19 @@ from composer_fsdp2.cli.printing import print_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A command with its options: the docstring is the help, ``__post_init__`` validates, ``__call__`` runs it."""
+    """Base class of commands.
+
+    The docstring is the help text, ``__post_init__`` validates, ``__call__`` runs the command.
+    """
 
     context: typer.Context
 
 
 def typer_function(command: type[Command]) -> Callable[..., None]:
-    """Return a function for typer with the fields as parameters; it appends the command to ``context.obj``."""
+    """Return a function for typer whose parameters are the command's fields.
+
+    It appends the command to ``context.obj``.
+    """
 
     def parsed(**given: Any) -> None:
         given["context"].obj.append(command(**given))
@@ -31,7 +37,10 @@ def typer_function(command: type[Command]) -> Callable[..., None]:
 
 
 def schema_option(module: str) -> Any:
-    """Return ``--json-schema``, which prints the file ``SCHEMA`` of a module; the module is imported on use."""
+    """Return the option ``--json-schema``, which prints the file at ``SCHEMA`` of a module.
+
+    The module is imported on use.
+    """
 
     def show(is_asked: bool) -> None:
         if is_asked:

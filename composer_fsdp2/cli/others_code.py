@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Suppress warnings and log records of models and libraries, and redirect their prints to standard error.
+    """In the block, suppress warnings and log records, and redirect prints of models and libraries to standard error.
 
-    Programs parse the standard output of a command.
+    The standard output of a command must contain its result only, because programs parse it.
     """
     disabled = logging.root.manager.disable
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
@@ -27,9 +27,10 @@ def quietly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt in the block on SIGINT and SIGTERM (sent by schedulers), for cleanup of partial results.
+    """In the block, raise KeyboardInterrupt on SIGINT and on SIGTERM (sent by schedulers), to clean up partial results.
 
-    A library that is interrupted during its import may raise another error; that becomes KeyboardInterrupt too.
+    If a library is interrupted during its import and raises another error, that error is converted to
+    KeyboardInterrupt.
     """
     is_interrupted = False
 

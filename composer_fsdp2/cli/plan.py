@@ -1,4 +1,4 @@
-"""``composer-fsdp2 plan FILE --world-size N``: memory and communication of a step, predicted without a GPU."""
+"""``composer-fsdp2 plan FILE --world-size N``: predict memory and communication of a step without a GPU."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Plan(Command):
         sys.exit(exit_code)
 
     def machine(self) -> Machine | None:
-        """Return the speeds of --gpu, overridden by the other options; None without any."""
+        """Return the speeds of the GPU in --gpu, overridden by other options; None without any of these options."""
         of_gpu = GPUS[self.gpu.value] if self.gpu else Machine()
         machine = replace(
             of_gpu,
@@ -186,7 +186,10 @@ PlanFile = Callable[[str, Mapping[str, Any]], "tuple[PreflightRun, PlannedStep]"
 
 
 def _answer(options: Plan) -> tuple[Callable[[], str], int]:
-    """Return a function that formats the output, and the exit code; on an error none of the files is written."""
+    """Plan, and return a function that formats the output, and the exit code.
+
+    On an error, no output file is written.
+    """
     memory = parse_bytes(options.memory, "--memory") if options.memory is not None else None
     if options.reserve is not None and memory is None:
         raise ConfigError("--reserve is a part of --memory; give --memory 80GiB too")
@@ -223,7 +226,10 @@ def _answer(options: Plan) -> tuple[Callable[[], str], int]:
 
 
 def _refuse_several(options: Plan, num_world_sizes: int) -> None:
-    """Raise ConfigError for options of one plan among several, and for a second file among the overrides."""
+    """Raise ConfigError for options that require a single plan (--html, --trace, --suggest) if several are planned.
+
+    Also raises for an override that is a file, and for --against with several world sizes.
+    """
     if files := [each for each in options.overrides or () if "=" not in each and Path(each).is_file()]:
         raise ConfigError(f"{files[0]} is a file; --against {files[0]} plans it beside {options.file}")
     if num_world_sizes > 1 and options.against is not None:
@@ -235,7 +241,7 @@ def _refuse_several(options: Plan, num_world_sizes: int) -> None:
 
 
 def _several(options: Plan, plan: PlanFile, hows: Mapping[int, Mapping[str, Any]]) -> tuple[Callable[[], str], int]:
-    """Plan each world size; one that the file does not allow has its error as its row."""
+    """Plan each world size. If the file does not allow a world size, its row in the table is the error."""
     from composer_fsdp2.estimate.side_by_side import several_exit_code, several_json, several_text
 
     steps: dict[int, PlannedStep | str] = {}
@@ -284,7 +290,7 @@ def _one(
 
 
 def _made_by() -> str:
-    """Return the command with its overrides, the version and the date, for later readers of the page."""
+    """Return the command line, the version and the date, to print on the HTML page."""
     command = shlex.join(["composer-fsdp2", *sys.argv[1:]])
     return f"{command} (composer-fsdp2 {composer_fsdp2.__version__}, {datetime.date.today()})"
 

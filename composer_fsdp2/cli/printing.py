@@ -1,4 +1,4 @@
-"""Output of commands: file contents, reports, JSON, errors, and a progress bar."""
+"""Print the output of commands: file contents, reports, JSON, errors, and a progress bar."""
 
 import contextlib
 import io
@@ -10,9 +10,9 @@ from typing import Any, NoReturn, TextIO
 
 
 def print_text(text: str | bytes) -> None:
-    """Print the contents of a file in UTF-8 with unchanged line ends, in any locale and on any terminal.
+    """Print a file's contents as UTF-8 without converting line endings, regardless of locale.
 
-    In another encoding, a path in it would name another folder.
+    Another encoding would change non-ASCII paths in the contents.
     """
     content = text.encode() if isinstance(text, str) else text
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -33,7 +33,7 @@ _DIFF_STYLES = {r"^\+.*$": "green", r"^-.*$": "red", r"^@@.*$": "cyan"}
 
 
 def print_report(text: str, *, stream: TextIO | None = None, is_diff: bool = False) -> None:
-    """Print a report or a diff to standard output or another stream, in colour if that is a terminal."""
+    """Print a report or a diff to ``stream`` (default: standard output), in colour on a terminal."""
     stream = sys.stdout if stream is None else stream
     if stream is None or not stream.isatty():
         print_text(text) if is_diff else print(text, file=stream)
@@ -59,7 +59,9 @@ def refuse(why: object, code: int = 2) -> NoReturn:
 
 @contextlib.contextmanager
 def bytes_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Show a progress bar on stderr; yields a function of bytes done and total bytes, or None without a terminal."""
+    """Show a progress bar on stderr; yield a function to call with (bytes done, total bytes), or None without a
+    terminal.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 

@@ -1,4 +1,4 @@
-"""``composer-fsdp2 train run.yaml [overrides...]``: LLM Foundry's training from a YAML, on FSDP2."""
+"""``composer-fsdp2 train run.yaml [overrides...]``: run LLM Foundry's training from a YAML on FSDP2."""
 
 from dataclasses import dataclass
 from pathlib import Path

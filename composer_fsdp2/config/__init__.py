@@ -1,1 +1,4 @@
-"""Frozen values that describe a run, independent of any framework's keys. They do not import torch."""
+"""Frozen values that describe a run in terms of FSDP2, not of a framework's keys.
+
+This package does not import torch.
+"""

@@ -13,12 +13,12 @@ from composer_fsdp2.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitOverrides(Value):
-    """A module's own settings, which override the model's configuration for its unit; None overrides nothing.
+    """Settings of one module that override the model's ``ShardingConfig`` for its unit. None does not override.
 
     Args:
-        given: The user's settings, for error messages and to compare the settings of two modules.
-        notes: Notes for the report.
-        refused: The error of an invalid setting, raised only if the module is made a unit.
+        given: The settings as the user wrote them, for error messages and to compare two modules.
+        notes: Lines for the plan's report.
+        refused: The error of an invalid setting. It is raised only if the module is a unit.
     """
 
     mesh: MeshSpec | None = None
@@ -35,7 +35,7 @@ class UnitOverrides(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice(Value):
-    """A module chosen as a unit, the reason, and its own settings."""
+    """A module that was chosen as a unit, the hook or policy that chose it, and the module's own settings."""
 
     chosen_by: str
     overrides: UnitOverrides = field(default_factory=UnitOverrides)
@@ -43,17 +43,18 @@ class Choice(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelChoices(Value):
-    """The choices for a model's modules, by path.
+    """The modules of a model that are units, and the modules that need other treatment. Modules are identified by path.
 
     Args:
-        roots: Direct children that are root units.
+        roots: Direct children of the model that are root units.
         excluded: The other direct children, with the reason why each is not a unit.
-        searched: Those of ``excluded`` below which chosen modules are root units.
-        chosen: Modules below the direct children that are units.
+        searched: The children in ``excluded`` that are searched for units: their outermost chosen submodules are root
+            units.
+        chosen: Modules below the direct children that are units, by path.
         checkpointed: Modules whose activations are recomputed or offloaded, children before parents.
         expert_blocks: Modules whose experts run in registration order on all ranks.
-        tower_models: Modules with towers that run on an example input on ranks without an input for them.
-        notes: Notes for the report.
+        tower_models: Modules whose towers run on an example input on ranks that have no input for them.
+        notes: Lines for the plan's report.
     """
 
     roots: tuple[str, ...]

@@ -34,8 +34,9 @@ class Outcome(enum.Enum):
 
 
 class Origin(enum.Enum):
-    """The origin of a finding: a key, the syntax of a file, a system's implicit behavior, a feature missing in the
-    target."""
+    """The source of a finding: a key, the syntax of a file, an implicit default of the system, or a feature that the
+    target lacks.
+    """
 
     KEY = "key"
     WRITING = "writing"
@@ -54,8 +55,8 @@ class Finding(Value):
     """The outcome of one setting: its value, its target under FSDP2, the reason, and the next step for the user.
 
     Args:
-        key: As spelled in the file; for an implicit setting or a missing feature, its name.
-        asks: False for a setting that is off, or whose value has no effect.
+        key: The key as spelled in the file. For an implicit setting or a missing feature, its name.
+        asks: Whether the value has an effect in its system; False for a feature that is off.
         known: Whether the system knows the key.
         where: File and line.
 
@@ -84,7 +85,7 @@ class Finding(Value):
         return f"(implicit) {self.key}" if self.origin is Origin.IMPLICIT else f"({self.key})"
 
     def sentence(self, values: str) -> str:
-        """Return name, outcome and reason as one sentence without the place, about these values of the key."""
+        """Return the finding as one sentence (name, ``values``, outcome, reason, hint) without file and line."""
         hint = f"; {self.hint}" if self.hint else ""
         is_what = "needs a decision" if self.outcome is Outcome.NEEDS_DECISION else f"is {self.outcome.value}"
         return f"{self.name}: {values} {is_what}: {self.reason}{hint}"
@@ -98,10 +99,11 @@ _URGENCY = (Outcome.NEEDS_DECISION, Outcome.UNSUPPORTED, Outcome.APPROXIMATE, Ou
 
 
 def format_findings(findings: Iterable[Finding], *, hidden: Container[Outcome] = ()) -> str:
-    """Return one line per finding (key, value, outcome, target) with the reason below it, the most urgent first.
+    """Return a table with one line per finding (key, value, outcome, target) and the reason below it, most urgent
+    first.
 
     Args:
-        hidden: Outcomes whose findings are counted in one line instead.
+        hidden: Outcomes whose findings are only counted, in one line.
     """
     ordered = sorted(findings, key=lambda finding: _URGENCY.index(finding.outcome))
     if not ordered:

@@ -1,4 +1,4 @@
-"""The next step after an error of the Hugging Face Hub's client, which reports it deep in a traceback."""
+"""Find an error of the Hugging Face Hub's client in a traceback, and show the user the next step."""
 
 import re
 import traceback
@@ -20,10 +20,10 @@ _INVALID = re.compile(r"HFValidationError: .*?'([^'\s]+/[^'\s]+)'\.")
 
 
 def hub_advice(text: str) -> str | None:
-    """What to do about the Hub's error in a traceback; None without one.
+    """Return the next step for the user if a traceback contains an error of the Hub's client, else None.
 
     Args:
-        text: A traceback with its causes, as Python prints it.
+        text: A traceback as printed by Python, including chained exceptions.
     """
     kind = next((kind for kind in _NEXT_STEPS if re.search(rf"\b{kind}: ", text)), None)
     if kind is None:

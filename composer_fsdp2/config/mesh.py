@@ -19,7 +19,7 @@ GROUPS_KEY = "process_group"
 
 
 class AxisRole(enum.Enum):
-    """What the ranks along a mesh axis share or divide: parameters, layers, sequences or experts.
+    """The parallelism along a mesh axis: replicas, shards, tensor, context or expert parallelism.
 
     Example:
         >>> [axis.role.name for axis in MeshSpec.of_degrees(replicate=2).axes]
@@ -47,7 +47,8 @@ class GroupRule(enum.Enum):
 
     @property
     def on_machine(self) -> "GroupRule | None":
-        """The equivalent rule once the number of ranks per node is known; None if the rule does not depend on nodes."""
+        """For a rule by nodes, return the same rule by number of ranks (CONSECUTIVE or STRIDED); None for any other
+        rule."""
         return {GroupRule.NODE: GroupRule.CONSECUTIVE, GroupRule.ACROSS_NODES: GroupRule.STRIDED}.get(self)
 
 
@@ -55,9 +56,9 @@ class GroupRule(enum.Enum):
 class RankGroups(Value):
     """The groups of ranks along one mesh axis, from FSDP1's ``process_group``.
 
-    ``number`` is Composer's K: ``setK`` makes groups of K consecutive ranks, ``modK`` makes K groups of every K-th
-    rank. ``NODE`` and ``ACROSS_NODES`` are the same two rules with K = the number of ranks per node. The launcher sets
-    this number, so it is unknown until the mesh is resolved.
+    ``number`` is Composer's K: ``setK`` makes groups of K consecutive ranks, and ``modK`` makes K groups of every K-th
+    rank. ``NODE`` and ``ACROSS_NODES`` are the same two rules with K = ranks per node. The launcher sets ranks per
+    node, so it is unknown until the mesh is resolved.
 
     Under ``GIVEN`` each rank knows only its own group, ``ranks``; the groups of other ranks are gathered when the mesh
     is created. JSON omits ``ranks``, because it must be equal on all ranks.
@@ -75,7 +76,8 @@ class RankGroups(Value):
             raise ConfigError(f"{self}, which does not divide the ranks; give a positive number")
 
     def on_this_machine(self) -> "RankGroups":
-        """The groups with this machine's number of ranks per node, if the rule depends on it.
+        """Return the groups with ``number`` set from LOCAL_WORLD_SIZE, or unchanged if the rule does not depend on
+        nodes.
 
         Raises:
             ConfigError: LOCAL_WORLD_SIZE is not set, because no launcher started the script.
@@ -136,8 +138,8 @@ class MeshAxis(Value):
     """One axis of a mesh.
 
     Args:
-        size: The number of ranks along the axis; -1 takes the remaining factor of the world size. It stays -1 if each
-            rank specifies its own group, because groups may differ in size.
+        size: The number of ranks along the axis. -1 is replaced by the world size divided by the other sizes. It
+            remains -1 if each rank passed its own process group, because these groups may differ in size.
         groups: The groups of ranks along the axis; None if the mesh contains all ranks in order.
 
     Example:
@@ -168,8 +170,10 @@ class MeshAxis(Value):
         return self.groups is not None and self.groups.rule is GroupRule.GIVEN
 
     def resolve_groups(self, world_size: int) -> "MeshAxis":
-        """Return the axis with the size of its groups for this world size; an axis without groups is returned
-        unchanged."""
+        """Return the axis with the size of its groups for this world size.
+
+        An axis without groups is returned unchanged.
+        """
         if self.groups is None:
             return self
         groups = self.groups.on_this_machine()
@@ -178,17 +182,21 @@ class MeshAxis(Value):
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks along the axis, of this rank's group if each rank specifies its own; -1 if unknown."""
+        """The number of ranks along the axis, -1 if unknown.
+
+        If each rank passed its own process group, the size of this rank's group.
+        """
         return len(self.groups.ranks) if self.groups is not None and self.is_given else self.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshSpec(Value):
-    """The ranks over which parameters are sharded and replicated, and over which layers are TP-sharded: axes, outermost
-    first.
+    """The mesh over which parameters are sharded and replicated, and layers TP-sharded.
+
+    Axes are listed outermost first.
 
     Without groups, the mesh contains all ranks in order, and the size of one axis may be -1. With groups, every axis
-    has groups, each rank's mesh contains its own group, and groups do not communicate with each other.
+    has groups. Each rank's mesh then contains only its own group, and different groups do not communicate.
 
     Example:
         >>> MeshSpec.of_degrees(replicate=2).resolve(8).shape
@@ -207,10 +215,10 @@ class MeshSpec(Value):
     def of_degrees(
         cls, shard: int = -1, replicate: int | None = None, *, tensor: int = 1, device_type: str = "cpu"
     ) -> "MeshSpec":
-        """A mesh of all ranks: ``replicate`` replicas (None: no replicate axis), each sharded over ``shard`` ranks.
+        """Return a mesh of all ranks with ``replicate`` replicas (None: no replicate axis), each sharded over ``shard``
+        ranks.
 
-        With ``tensor`` > 1, an innermost axis of ``tensor`` consecutive ranks is added, over which layers are
-        TP-sharded.
+        ``tensor`` > 1 adds an innermost axis for tensor parallelism, of ``tensor`` consecutive ranks.
         """
         replicas = () if replicate is None else (_replicate(replicate),)
         split = () if tensor == 1 else (MeshAxis(name=TENSOR_AXIS, role=AxisRole.TENSOR, size=tensor),)
@@ -218,7 +226,9 @@ class MeshSpec(Value):
 
     @classmethod
     def of_experts(cls, degree: int, *, device_type: str = "cpu") -> "MeshSpec":
-        """A mesh of all ranks: experts are distributed over ``degree`` consecutive ranks, sharded over the others."""
+        """Return a mesh of all ranks with an innermost expert-parallel axis of ``degree`` consecutive ranks and a shard
+        axis over the rest.
+        """
         split = MeshAxis(name=EXPERT_AXIS, role=AxisRole.EXPERT, size=degree)
         return cls(axes=(_shard(-1), split), device_type=device_type)
 
@@ -226,7 +236,7 @@ class MeshSpec(Value):
     def of_groups(
         cls, shard: RankGroups, replicate: RankGroups | None = None, *, device_type: str = "cpu"
     ) -> "MeshSpec":
-        """One mesh for each group of ``shard``; 2-D if ``replicate`` groups the ranks with equal shards."""
+        """Return a mesh for process groups: a shard axis, and a replicate axis if ``replicate`` is given."""
         replicas = () if replicate is None else (_replicate(-1, replicate),)
         return cls(axes=(*replicas, _shard(-1, shard)), device_type=device_type)
 
@@ -235,7 +245,7 @@ class MeshSpec(Value):
         return tuple(number for number, axis in enumerate(self.axes) if axis.role is role)
 
     def degree(self, role: AxisRole) -> int:
-        """The product of the sizes of this role's axes: 1 without such an axis, -1 if a size is unknown."""
+        """The product of the sizes of all axes with this role. 1 without such an axis, -1 if a size is unknown."""
         sizes = [self.axes[number].num_ranks for number in self.axes_of(role)]
         return -1 if -1 in sizes else math.prod(sizes)
 
@@ -245,7 +255,10 @@ class MeshSpec(Value):
 
     @property
     def known_shard_degree(self) -> int:
-        """``shard_degree``; for groups of consecutive ranks it is known before the world size."""
+        """The number of ranks in a shard group, or -1 if it depends on the unknown world size.
+
+        Groups of K consecutive ranks (``setK``) have K ranks at any world size.
+        """
         groups = [self.axes[number].groups for number in self.axes_of(AxisRole.SHARD)]
         sizes = (each.number for each in groups if each is not None and each.rule is GroupRule.CONSECUTIVE)
         return next(sizes, self.shard_degree)
@@ -264,8 +277,10 @@ class MeshSpec(Value):
 
     @property
     def split_degree(self) -> int:
-        """The number of ranks over which a parameter is TP- or EP-sharded before FSDP shards it. Experts are never
-        TP-sharded."""
+        """The number of ranks over which a parameter is TP- or EP-sharded before FSDP shards it.
+
+        Experts are never TP-sharded.
+        """
         return self.expert_degree if self.axes_of(AxisRole.EXPERT) else self.tensor_degree
 
     @property
@@ -307,11 +322,12 @@ class MeshSpec(Value):
         return math.prod(self.shape)
 
     def without_shards(self) -> "MeshSpec":
-        """The mesh for NO_SHARD, where each rank stores full parameters: one replicate axis, and a shard axis of size
-        1.
+        """Return the mesh for NO_SHARD: one replicate axis, and a shard axis of size 1, so each rank stores full
+        parameters.
 
         Raises:
-            ConfigError: two data-parallel axes of groups have no common group in which gradients could be averaged.
+            ConfigError: the mesh has a pair of groups (shard, replicate), and no single group to average gradients
+                over.
         """
         first, *more = (axis for axis in self.axes if axis.role in DATA_PARALLEL)
         if more and self.is_grouped:
@@ -323,7 +339,7 @@ class MeshSpec(Value):
         return replace(self, axes=(*others[:place], replicas, alone, *others[place:]))
 
     def resolve(self, world_size: int) -> "MeshSpec":
-        """Replace -1 by the actual size, and resolve groups by node for this machine (LOCAL_WORLD_SIZE).
+        """Return the mesh for ``world_size`` ranks: without -1, and with groups by node resolved (LOCAL_WORLD_SIZE).
 
         Raises:
             ConfigError: the degrees or groups do not fit ``world_size``; names values that fit.

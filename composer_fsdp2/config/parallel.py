@@ -8,10 +8,12 @@ from composer_fsdp2.errors import ConfigError
 
 
 class BroadcastBatch(enum.Enum):
-    """How ranks that share a batch obtain it; the values are those of the configuration key.
+    """How ranks that must compute the same batch (TP and CP peers) obtain it.
 
-    ``OFF``: each rank reads its batch itself; it must be the same on all of them. ``FIRST``: all use the first rank's
-    batch. ``GATHER``: all use the rows of all ranks, concatenated in rank order.
+    Values are those of the configuration key.
+
+    ``OFF``: each rank's dataloader must return the same batch; no communication. ``FIRST``: the first rank broadcasts
+    its batch. ``GATHER``: ranks all-gather their batches and concatenate them in rank order.
     """
 
     OFF = False
@@ -21,7 +23,7 @@ class BroadcastBatch(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiledMLP(Value):
-    """MLP classes that are computed in ``chunks`` chunks of the sequence.
+    """Classes of MLPs that compute the sequence in ``chunks`` chunks, which lowers the peak of activations.
 
     Raises:
         ConfigError: no class, or fewer than 2 chunks.
@@ -42,14 +44,14 @@ class TiledMLP(Value):
 
 
 class IdleExperts(enum.Enum):
-    """How ranks treat experts without tokens; the values are those of the configuration key."""
+    """How ranks treat experts without tokens. Values are those of the configuration key."""
 
     IN_ORDER = "in_order"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertBlock(Value):
-    """The path of a module that calls experts, and the experts' paths in registration order."""
+    """The path of a module that calls experts, and the paths of these experts in registration order."""
 
     block: str
     experts: tuple[str, ...]
@@ -57,15 +59,16 @@ class ExpertBlock(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitExperts(Value):
-    """A module whose experts are distributed over ranks (EP-sharded).
+    """A module with EP-sharded experts: each rank stores some of them.
 
     Args:
-        module: Its path.
-        kind: The known kind of MoE layer; "" if a script sharded the weights and exchanges the tokens.
-        num_experts: The total over all ranks; 0 if a script sharded the weights.
-        degree: The number of ranks that share the experts.
-        is_added: Whether the module is a unit only because of its experts. It is then initialised with the enclosing
-            unit.
+        module: The module's path.
+        kind: The kind of MoE layer, for which this package shards the weights and exchanges tokens; "" if the script
+            does both.
+        num_experts: The number of experts on all ranks; 0 if the script sharded the weights.
+        degree: The expert parallel degree.
+        is_added: Whether expert parallelism made the module a unit, not a hook or policy. On the meta device it is then
+            initialised with the enclosing unit.
     """
 
     module: str
@@ -76,17 +79,19 @@ class SplitExperts(Value):
 
     @property
     def is_split(self) -> bool:
-        """Whether a script sharded the weights, so they are DTensors before FSDP shards them."""
+        """Whether the script sharded the weights. They are then DTensors before FSDP shards them."""
         return not self.kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerModel(Value):
-    """The path of a module with towers, submodules that some batches do not use.
+    """A module with towers: submodules that some batches do not use, such as a vision encoder.
 
     Args:
+        model: The path of the module.
         towers: Paths of the towers, in registration order.
-        sync_points: Paths of other submodules; before each of them, ranks communicate which of them use a tower.
+        sync_points: Paths of submodules that all ranks run. Before the forward of each, the ranks all-reduce which
+            tower runs next.
     """
 
     model: str

@@ -1,6 +1,6 @@
-"""Rows of a system's table of keys: meaning, accepted values, and outcome under FSDP2.
+"""The row type of the tables of keys: one row has a key's meaning, accepted values, and outcome under FSDP2.
 
-Parsers, documentation and tests iterate over these tables; a new key is a new row in one of them.
+Each system (Composer, Hugging Face, ...) has one table. Parsers, documentation and tests iterate over it.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,11 +14,11 @@ from composer_fsdp2.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Takes:
-    """The accepted values of a key: a description, a parser, and a list of the values if they are few.
+    """The accepted values of a key: a description, a parser, and the list of values if it is short.
 
     Args:
-        parse: Maps a value of a file or script, and the reader, to the parsed value. Raises ConfigError whose message
-            begins with the value.
+        parse: Called with a value and the reader (which system reads it); returns the parsed value. Raises ConfigError
+            with a message that begins with the value.
     """
 
     text: str
@@ -75,19 +75,20 @@ class Row:
     """One key of a system: its meaning, and its default outcome under FSDP2.
 
     Args:
-        name: The dotted path from the section that the system reads.
+        name: The dotted path within the section that the system reads.
         meaning: The meaning in its system.
         takes: The accepted values.
-        default: The effective value if a file does not set the key.
-        neutral: Values without effect.
+        default: The value that the system uses if a file does not set the key.
+        neutral: Values that have no effect.
         aliases: Other names, such as those of earlier releases.
-        nested: Keys of the value, if it may be a mapping.
-        only_with: A key, or ``key = value or value``; without it the system does not read this key.
-        group: The section of the system's table.
+        nested: The keys allowed in the value, if it may be a mapping.
+        only_with: A condition (``key``, or ``key = value or value``); if it is false, the system ignores this key.
+        group: The heading of the table under which documentation lists the row.
         fields: Fields of a run that the key sets, as dotted names or prefixes, the most important first.
-        outcome: The outcome of a value with an effect, together with ``target``, ``reason`` and ``hint``.
-        decide: Maps the default finding and the system's effective configuration to the finding of a value.
-        elsewhere: How the system's own FSDP2 treats the key.
+        outcome: The default outcome of a value with an effect, with ``target``, ``reason`` and ``hint``.
+        decide: Called with the default finding and the system's effective configuration; returns the finding for a
+            value.
+        elsewhere: How the FSDP2 mode of the system itself treats the key.
     """
 
     name: str
@@ -111,10 +112,10 @@ class Row:
         return _is_among(value, self.neutral)
 
     def parse(self, value: Any, place: str = "", reader: Any = None) -> Any:
-        """Parse a value.
+        """Return the parsed value.
 
         Args:
-            place: Text before the key's name in an error message.
+            place: A prefix of the key's name in the error message, such as the section.
         Raises:
             ConfigError: the value is not accepted; names key and value.
         """
@@ -136,12 +137,15 @@ def idle(finding: Finding, reason: str = "this value has no effect") -> Finding:
 
 
 def undecided(finding: Finding, reason: str, hint: str = "") -> Finding:
-    """The finding of a value for which only the user can choose the replacement."""
+    """Return the finding for a value whose replacement only the user can choose."""
     return replace(finding, outcome=Outcome.NEEDS_DECISION, target="", reason=reason, hint=hint)
 
 
 def unknown_key(key: str, value: Any, known: Iterable[str], reason: str, hint: str = "remove it") -> Finding:
-    """The finding of an unknown key: the user must decide if it resembles a known key; otherwise it has no effect."""
+    """Return the finding for an unknown key.
+
+    It needs a decision if a known key has a similar name; otherwise it has no effect.
+    """
     near = nearest(key, known)
     usual = Finding(key=key, value=value, outcome=Outcome.NEEDS_DECISION, reason=reason, known=False)
     return replace(usual, hint=f"did you mean {near}?") if near else replace(idle(usual, reason), hint=hint)

@@ -23,7 +23,7 @@ class GradientDtype(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedPrecision(Value):
-    """The dtypes in which a unit computes and communicates: names of torch dtypes ("bfloat16"), or None for no cast.
+    """The dtypes of a unit's computation and communication, as names of torch dtypes ("bfloat16"); None does not cast.
 
     Args:
         param_dtype: Dtype of the all-gather and of the computation.
@@ -50,11 +50,11 @@ class MixedPrecision(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCheckpointing(Value):
-    """Activation checkpointing and offloading of the chosen modules.
+    """Activation checkpointing and offloading, and the modules to which they apply.
 
     Args:
-        classes: Names of module classes; empty for the model's ``_no_split_modules`` (transformers), or else for the
-            classes of ``Wrap``; None: the model's hooks choose.
+        classes: Names of module classes. Empty selects the model's ``_no_split_modules`` (transformers); without these,
+            the classes of ``Wrap``. None calls the model's ``activation_checkpointing_fn``.
         transformer_engine: Recompute with Transformer Engine's checkpoint, which preserves fp8 state and uses a
             separate RNG, seeded with ``transformer_engine_seed``. It is never reentrant.
 
@@ -76,7 +76,7 @@ class ActivationCheckpointing(Value):
 
 
 class GradientSync(enum.Enum):
-    """The backwards of a batch in which gradients are communicated; the values are those of the configuration key.
+    """The backwards of a batch in which gradients are reduced. Values are those of the configuration key.
 
     Example:
         >>> GradientSync("last")
@@ -90,13 +90,15 @@ class GradientSync(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulation(Value):
-    """Work deferred to the last microbatch of a batch; by default none, as with FSDP1 in Composer.
+    """Gradient accumulation: the communication that is deferred to the last microbatch of a batch.
+
+    The default defers none, as FSDP1 in Composer.
 
     Args:
-        gradient_sync: ``LAST`` accumulates unsharded gradients on every rank and communicates them in the last
-            backward. ``DEFER_REPLICA`` reduce-scatters over a replica's shards in every backward, and all-reduces over
-            replicas only in the last.
-        reshard_after_backward: False does not free unsharded parameters before the last microbatch.
+        gradient_sync: ``LAST`` accumulates unsharded gradients on every rank and reduces them in the last backward.
+            ``DEFER_REPLICA`` reduce-scatters within a replica in every backward, and all-reduces between replicas only
+            in the last.
+        reshard_after_backward: False keeps parameters unsharded from one microbatch to the next.
 
     Example:
         >>> Accumulation(gradient_sync=GradientSync.LAST).reshard_after_backward
@@ -126,19 +128,21 @@ class ShardingConfig(Value):
     """All settings of FSDP2, translated from FSDP1's keys.
 
     Args:
-        sync_module_states: None broadcasts rank 0's values only if some ranks have none.
-        collective_guard: Timeout in seconds for a comparison of ranks before each collective; None: no comparison.
+        sync_module_states: Broadcast rank 0's parameters and buffers. None does so only if parameters of some ranks are
+            on the meta device.
+        collective_guard: Before each collective, ranks compare which collective follows; this is the timeout in
+            seconds. None: no comparison.
         freeze: Path prefixes of parameters that are not trained.
         train_only: Regular expressions for the names of trained parameters; empty: all are trained.
         expert_parallel_degree: Number of ranks over which a layer's experts are distributed.
         context_parallel_degree: Number of ranks over which the sequences of a batch are sharded.
-        check_data: Whether ranks that share a batch compare it; None: yes.
-        broadcast_batch: How these ranks obtain the batch; None: see ``effective_broadcast_batch``.
-        idle_towers: Paths of submodules that some batches do not use; empty for those that transformers' models define;
-            None if every batch uses all submodules, or none of them contains a unit.
-        ignored_modules: Modules of the model, or their paths; a plan has the paths.
-        shard_below_unwrapped: Shard modules chosen below a direct child with ``_fsdp_wrap = False``, as Composer's
-            FSDP2 does. Otherwise such a child is excluded with all its submodules, as under FSDP1.
+        check_data: Whether ranks that must compute the same batch compare it; None: yes.
+        broadcast_batch: How these ranks obtain the same batch; None: see ``effective_broadcast_batch``.
+        idle_towers: Paths of submodules that some batches do not use. Empty detects them in transformers models. None
+            requires that every batch uses all units.
+        ignored_modules: Modules or module paths that are not sharded; in a plan, paths.
+        shard_below_unwrapped: Shard modules that hooks choose below a direct child with ``_fsdp_wrap = False``, as in
+            Composer's FSDP2. False excludes the child with all its submodules, as under FSDP1.
 
     Example:
         >>> config = ShardingConfig(mixed_precision=MixedPrecision(param_dtype="bfloat16"), cpu_offload=True)
@@ -178,12 +182,12 @@ class ShardingConfig(Value):
 
     @property
     def data_block_size(self) -> int:
-        """The number of consecutive ranks that share one batch: the product of the TP and CP degrees."""
+        """The number of consecutive ranks that compute the same batch: TP degree times CP degree."""
         return self.mesh.degree(AxisRole.TENSOR) * self.context_parallel_degree
 
     @property
     def effective_broadcast_batch(self) -> BroadcastBatch:
-        """``broadcast_batch`` with its default: GATHER under context parallelism, else OFF.
+        """``broadcast_batch``, or its default if it is None: GATHER under context parallelism, else OFF.
 
         ``prepare.py`` sets ``broadcast_batch`` to GATHER if the ranks of a tensor-parallel group read different data.
         """
@@ -195,7 +199,7 @@ class ShardingConfig(Value):
         """Check that the world size is a multiple of ``data_block_size``.
 
         Raises:
-            ConfigError: names the degrees, and products that fit.
+            ConfigError: it is not; the message names the TP and CP degrees, and valid products.
         """
         if world_size % self.data_block_size == 0:
             return
@@ -208,10 +212,10 @@ class ShardingConfig(Value):
 
 
 def check_split_sequences(mesh: MeshSpec, where: str = "the model") -> None:
-    """Reject context parallelism if gradients are averaged only within groups of ranks.
+    """Reject context parallelism with ``process_group``, because gradients would be averaged only within each group.
 
     Raises:
-        ConfigError: names the groups.
+        ConfigError: ``mesh`` has groups; the message names them.
     """
     if mesh.is_grouped:
         raise ConfigError(
@@ -223,12 +227,12 @@ def check_split_sequences(mesh: MeshSpec, where: str = "the model") -> None:
 
 
 def check_split_experts(mesh: MeshSpec, *others: str) -> None:
-    """Reject expert parallelism with groups of ranks.
+    """Reject expert parallelism with ``process_group``.
 
     Args:
-        others: Further problems to include in the same error.
+        others: Further problems, which are raised in the same error.
     Raises:
-        UnsupportedError: names the setting to remove.
+        UnsupportedError: ``mesh`` has groups, or ``others`` is not empty; the message has one line per problem.
     """
     grouped = "beside process_group: groups of ranks are no mesh of all ranks; leave one of the two out"
     if problems := [*([grouped] if mesh.is_grouped else []), *others]:
@@ -237,10 +241,10 @@ def check_split_experts(mesh: MeshSpec, *others: str) -> None:
 
 
 def check_expert_degree(degree: int, mesh: MeshSpec) -> None:
-    """Reject a degree that does not divide the shard degree, if the latter is known.
+    """Reject an expert parallel degree that does not divide the shard degree; no check if the shard degree is unknown.
 
     Raises:
-        ConfigError: names the degree, and degrees that fit.
+        ConfigError: the message names the degree and valid degrees.
     """
     if mesh.shard_degree != -1 and mesh.shard_degree % degree:
         raise ConfigError(
@@ -251,10 +255,11 @@ def check_expert_degree(degree: int, mesh: MeshSpec) -> None:
 
 
 def check_reshard_degree(reshard_after_forward: bool | int, mesh: MeshSpec, where: str = "") -> None:
-    """Reject an integer that does not divide the shard degree, if the latter is known.
+    """Reject an integer ``reshard_after_forward`` that does not divide the shard degree; no check if the latter is
+    unknown.
 
     Raises:
-        ConfigError: names the integer, and integers that fit.
+        ConfigError: the message names the integer and valid integers.
     """
     if isinstance(reshard_after_forward, bool):
         return

@@ -1,4 +1,4 @@
-"""Parse sizes, bandwidths and speeds such as ``80GiB``, ``400Gb/s`` and ``989TFLOPS``. A unit is required."""
+"""Parse sizes, bandwidths and compute speeds such as ``80GiB``, ``400Gb/s`` and ``989TFLOPS``. A unit is required."""
 
 import math
 import re
@@ -18,10 +18,10 @@ _SPEEDS = {f"{step}{word}": 1000**power for step, power in _STEPS.items() if ste
 
 
 def parse_bytes(text: str, name: str) -> int:
-    """Parse a size with a unit: ``80GiB`` (1024³) or ``80GB`` (1000³).
+    """Parse a size to bytes: ``80GiB`` (1024³) or ``80GB`` (1000³).
 
     Args:
-        name: The option's name, for the error message.
+        name: The name of the option, for the error message.
     Raises:
         ConfigError: the text is not a size, or has no unit.
     """
@@ -29,7 +29,9 @@ def parse_bytes(text: str, name: str) -> int:
 
 
 def parse_bandwidth(text: str, name: str) -> float:
-    """Parse a bandwidth: ``450GB/s`` in bytes or ``400Gb/s`` in bits per second; the case of the B is significant.
+    """Parse a bandwidth to bytes per second: ``450GB/s`` (bytes) or ``400Gb/s`` (bits).
+
+    The case of the B is significant.
 
     Raises:
         ConfigError: the text is not a bandwidth, or has no unit.
@@ -71,9 +73,9 @@ def _measured(text: str, name: str, units: Mapping[str, float], way_out: str, *,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve(Value):
-    """The part of a device's memory that an estimate must leave free: a fraction of it plus a constant.
+    """Device memory that an estimate must leave free: a fraction of the device's memory plus a constant.
 
-    It covers effects that are not modelled: fragmentation in the allocator, NCCL's buffers and CUDA's context.
+    It covers memory that the estimate does not model: allocator fragmentation, NCCL's buffers and the CUDA context.
     """
 
     share: float = 0.05
@@ -89,10 +91,10 @@ class Reserve(Value):
 
 
 def parse_reserve(text: str, name: str) -> Reserve:
-    """Parse ``5%+2GiB``, ``10%``, ``4GiB``, or ``0`` for none.
+    """Parse ``5%+2GiB``, ``10%``, ``4GiB``, or ``0`` for no reserve.
 
     Raises:
-        ConfigError: a term is neither a percentage nor a size with a unit, or all memory is reserved.
+        ConfigError: a term is neither a percentage nor a size with a unit, or the percentage is 100 or more.
     """
     share, fixed_bytes = 0.0, 0
     for part in map(str.strip, text.split("+")):

@@ -11,12 +11,12 @@ _CONTROL = re.compile("[\x00-\x08\n-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ufef
 
 
 def printable(text: str) -> str:
-    """The text on one line, with control characters and invalid characters escaped."""
+    """Return the text with line breaks, control characters and invalid characters escaped."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def nearest_names(name: object, known: Iterable[str], num_names: int, *, likeness: float = 0.6) -> list[str]:
-    """The known names closest to ``name``, ignoring case, best match first.
+    """Return at most ``num_names`` known names that resemble ``name``, ignoring case, best match first.
 
     Args:
         likeness: The minimum similarity from 0 to 1, as defined by ``difflib``.
@@ -31,7 +31,9 @@ def nearest(name: object, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: object, known: Iterable[str], otherwise: str = "") -> str:
-    """The end of an error message: ``; did you mean X?``, else ``; `` and ``otherwise`` if it is not empty."""
+    """Return the end of an error message: ``; did you mean X?`` if a known name resembles ``name``, else ``;
+    otherwise`` or "".
+    """
     near = nearest(name, known)
     way_out = f"did you mean {near}?" if near else otherwise
     return f"; {way_out}" if way_out else ""
@@ -50,7 +52,7 @@ def lines_and_more(lines: Sequence[str], num_shown: int, indent: str = "") -> st
 
 
 def text_width(limit: int) -> int:
-    """The maximum line length of a report: the width of the terminal if stdout is one, and at most ``limit``."""
+    """Return the maximum line length of a report: ``limit``, or the width of a narrower terminal."""
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     return max(40, min(limit, shutil.get_terminal_size((limit, 24)).columns)) if is_terminal else limit
 
@@ -65,7 +67,7 @@ def human_bytes(num_bytes: float) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Another package's error for the end of a message: its type, and the beginning of its text."""
+    """Format an exception of another package on one line, at most 300 characters, to append it to an error message."""
     text = printable(" ".join(f"{type(error).__name__}: {error}".split()))
     text = text.removesuffix(":")  # an error without a message
     return text if len(text) <= 300 else f"{text[:297]}..."

@@ -11,9 +11,10 @@ T = TypeVar("T")
 
 
 class Value:
-    """A frozen dataclass whose JSON form has the same fields.
+    """Base class of frozen dataclasses that convert to JSON, one entry per field.
 
-    A field with ``metadata={"json": False}`` is omitted; a function in its place converts the field's value.
+    A field with ``metadata={"json": False}`` is omitted. With ``metadata={"json": function}``, the function converts
+    the field's value.
     """
 
     __slots__ = ()
@@ -24,7 +25,7 @@ class Value:
 
 
 def with_field(value: T, name: str, new: Any) -> T:
-    """Return a copy with another value of one field; a nested field has a dotted name."""
+    """Return a copy of ``value`` with one field changed. ``name`` may be dotted, for a field of a nested value."""
     first, _, rest = name.partition(".")
     inner = with_field(getattr(value, first), rest, new) if rest else new
     return replace(value, **{first: inner})  # type: ignore[type-var]
@@ -41,7 +42,10 @@ def json_text(value: object) -> str:
 
 
 def from_json(kind: type[T], text: str | bytes) -> T:
-    """Inverse of ``json_text`` for this type: dataclasses, enums, tuples of them, and JSON types."""
+    """Parse ``text``, written by ``json_text``, to the dataclass ``kind``.
+
+    Fields may be dataclasses, enums, tuples and JSON types.
+    """
     value: T = _typed(kind, json.loads(text))
     return value
 
@@ -72,7 +76,7 @@ def _simpler(value: object) -> object:
 
 @cache
 def _forms(cls: type) -> tuple[list[str], dict[str, Callable[[Any], object]]]:
-    """The names of the fields in JSON, and the conversion functions of some of them."""
+    """Return the names of the fields in JSON, and the conversion function of each field that has one."""
     forms = {field.name: field.metadata.get("json") for field in fields(cls)}
     written = {name: form for name, form in forms.items() if form is not False}
     return list(written), {name: form for name, form in written.items() if form is not None}

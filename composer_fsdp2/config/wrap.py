@@ -1,4 +1,4 @@
-"""Rules that select the modules to make FSDP units, independent of any system's keys."""
+"""Rules that select the modules to make FSDP units, independent of a framework's keys."""
 
 import enum
 from dataclasses import dataclass
@@ -28,16 +28,20 @@ _FIELDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wrap(Value):
-    """Selects the modules below the roots that are FSDP units.
+    """The rule that selects which modules below the root units are FSDP units themselves.
 
     Args:
-        classes: With CLASSES, class names; empty for the model's ``_no_split_modules`` (transformers).
-        min_num_params: With SIZE, the minimum number of elements of a module, without those in units below it.
+        kind: HOOKS calls the model's hooks and reads no other argument. CLASSES and SIZE select modules by class or
+            size. ROOT selects no module except by the last three arguments, which CLASSES reads as well.
+        classes: With CLASSES, class names. Empty selects the model's ``_no_split_modules`` (transformers).
+        min_num_params: With SIZE, the minimum number of a module's elements, not counting those in units below it.
         embeddings: Whether the input embeddings are a unit.
         output: Whether the output head is a unit.
-        experts: Class names of experts that are units; ``AUTO_EXPERTS`` for all modules named as experts.
+        experts: Class names of experts that are units. ``AUTO_EXPERTS`` selects experts by module name, such as
+            ``experts.0``.
     Raises:
-        ConfigError: SIZE without a positive number, or an argument that the kind does not use.
+        ConfigError: ``kind`` is SIZE and ``min_num_params`` is not positive, or an argument is set that ``kind`` does
+            not read.
     """
 
     kind: WrapKind = WrapKind.HOOKS

@@ -1,1 +1,1 @@
-"""Estimate a step's memory, traffic and minimum time, without a GPU and for any world size."""
+"""Estimate a step's memory, communication and minimum time, without a GPU and for any world size."""

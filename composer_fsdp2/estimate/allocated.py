@@ -6,13 +6,13 @@ _PLACE = {kind: place for place, kind in enumerate(Kind)}
 
 
 class AllocatedBytes:
-    """Counts allocations and frees in the order in which the CPU issues them.
+    """Sums allocations and frees by ``Kind``, in the order in which the CPU issues them.
 
     Attributes:
-        now: Current bytes, one number per ``Kind``.
-        total: Their sum.
-        at_peak: ``now`` at the largest sum since ``reset_peak``.
-        peak: That sum.
+        now: The bytes allocated now, one number per ``Kind``.
+        total: The sum of ``now``.
+        at_peak: The value of ``now`` at the largest total since ``reset_peak``.
+        peak: The largest total since ``reset_peak``.
     """
 
     def __init__(self) -> None:

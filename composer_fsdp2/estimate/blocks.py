@@ -1,4 +1,4 @@
-"""Find a model's repeated blocks, and copy the model with the first few of each kind."""
+"""Find a model's repeated blocks, and copy the model with only the first few blocks of each kind."""
 
 import contextlib
 import copy
@@ -14,13 +14,13 @@ from composer_fsdp2.sharding.plan import ShardingPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockList:
-    """A container of blocks, in execution order.
+    """A container of blocks that run in order, such as an ``nn.ModuleList`` of decoder layers.
 
     Args:
-        path: The container's path.
-        names: Its children.
-        present: The children in the copy.
-        representatives: Maps each of ``names`` to its representative in ``present``.
+        path: The path of the container.
+        names: The names of all blocks.
+        present: The names of the blocks in the shortened copy.
+        representatives: Each name in ``names`` -> the name in ``present`` of the block that is traced for it.
     """
 
     path: str
@@ -37,11 +37,11 @@ class BlockList:
 
 
 def find_blocks(model: nn.Module, plan: ShardingPlan, *, num_per_kind: int | None) -> tuple[BlockList, ...]:
-    """Find the lists of blocks that a model runs sequentially, and group equal blocks.
+    """Find the containers of repeated blocks, and group equal blocks.
 
     Blocks are equal if they have the same class, the same names, shapes, dtypes and ``requires_grad`` of parameters,
     the same mixed precision and activation checkpointing in the plan, and equal plain attributes. The first
-    ``num_per_kind`` of each group represent all; None keeps all.
+    ``num_per_kind`` blocks of each group represent the group. With None, every block represents itself.
     """
     settings, frozen = _settings_below(plan), frozenset(plan.frozen)
     found: list[BlockList] = []
@@ -64,7 +64,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def _lists_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The outermost containers with two children of one class; without any, the outermost lists."""
+    """Return the outermost containers with two children of one class. Without any, return the outermost lists."""
     repeating: list[tuple[str, nn.Module]] = []
     others: list[tuple[str, nn.Module]] = []
     waiting, seen = [("", model)], set()
@@ -86,10 +86,10 @@ def _lists_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _representatives(alike: Sequence[str], num_per_kind: int | None) -> Iterator[tuple[str, str]]:
-    """Map each block to its representative among the first ``num_per_kind``.
+    """Yield each block with its representative among the first ``num_per_kind``.
 
-    The last one represents the last block, and the one before it those in between: the first block's input and the last
-    block's output differ from the others'.
+    The last representative stands for the last block, and the one before it for the blocks in between, because the
+    input of the first block and the output of the last one differ from those of other blocks.
     """
     present = alike[:num_per_kind]
     between = present[-2] if len(present) > 1 else present[0]
@@ -109,7 +109,9 @@ def _kind(block: nn.Module, path: str, frozen: frozenset[str]) -> object:
 
 
 def _switches(blocks: Sequence[nn.Module]) -> list[frozenset[tuple[str, str, object]]]:
-    """The plain attributes of each block's modules: strings, integers, and whether floats are nonzero.
+    """Return the plain attributes of each block's modules, by which blocks are compared.
+
+    These are strings, integers, and whether a float is nonzero (such as a dropout rate).
 
     An integer that increases by one per block is a layer index, and is ignored.
     """
@@ -130,7 +132,10 @@ def _plain_attributes(block: nn.Module) -> Iterator[tuple[tuple[str, str], objec
 
 
 def _settings_below(plan: ShardingPlan) -> dict[str, tuple[object, ...]]:
-    """The plan's settings at and below each module, with paths relative to it."""
+    """Map each module path to the plan's settings at and below it: mixed precision of units, and recomputed modules.
+
+    Paths in the settings are relative to the module, so settings of equal blocks are equal.
+    """
     found: dict[str, list[object]] = {}
     units = [(path, unit.mixed_precision) for unit in plan.units for path in unit.modules]
     for path, what in (*units, *((path, "recomputed") for path in plan.checkpointed)):
@@ -142,9 +147,10 @@ def _settings_below(plan: ShardingPlan) -> dict[str, tuple[object, ...]]:
 def copy_with(
     model: nn.Module, lists: tuple[BlockList, ...], replacement: Callable[[str, torch.Tensor], torch.Tensor]
 ) -> nn.Module:
-    """Copy ``model`` with the present blocks only; all tensors are replaced, and tied ones stay tied.
+    """Copy ``model`` with only the ``present`` blocks, and replace all tensors. Tied parameters remain tied.
 
-    ``model`` is restored before this returns.
+    ``replacement`` is called with the name and each tensor, and returns the copy's tensor. ``model`` is unchanged on
+    return.
     """
     with _shortened(model, lists):
         tensors = {id(tensor): (name, tensor) for name, tensor in _tensors_in(model)}

@@ -1,6 +1,6 @@
-"""Lower bounds of a step's time on a machine: computation, communication and the part of it that cannot overlap.
+"""Compute lower bounds of a step's time: computation, communication, and communication that cannot overlap.
 
-No step is faster than these bounds. How much slower it is depends on ``UNKNOWN``.
+No step is faster than these bounds. ``UNKNOWN`` lists the reasons why a real step is slower.
 """
 
 from collections import defaultdict
@@ -23,15 +23,15 @@ UNKNOWN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine(Value):
-    """Peak speeds of one rank's device and links; None is unknown and bounds nothing.
+    """Peak speeds of one rank's device and links. A speed of None is unknown, and gives no bound.
 
     Args:
         flops: Floating-point operations per second, in bfloat16 if the peak depends on the dtype.
-        fp8_flops: The same in fp8.
-        intra_bytes_per_s: To other ranks on the node, in one direction.
-        inter_bytes_per_s: To other nodes, in one direction: the rank's share of the node's network.
-        sources: Sources of the numbers.
-        pcie_bytes_per_s: To the host, in one direction.
+        fp8_flops: Floating-point operations per second in fp8.
+        intra_bytes_per_s: Bandwidth to other ranks on the node, in one direction.
+        inter_bytes_per_s: The rank's share of the node's network bandwidth, in one direction.
+        sources: The sources of these numbers.
+        pcie_bytes_per_s: Bandwidth to the host, in one direction.
         host_bytes_per_s: The rank's share of the host's memory bandwidth.
         achieved: The fraction of ``flops`` that published steps achieved.
     """
@@ -46,7 +46,7 @@ class Machine(Value):
     achieved: float | None = field(default=None, metadata={"json": False})
 
     def computing_in(self, precision: str) -> "Machine":
-        """The machine with the peak of a Composer precision, as if all matrix products ran in it."""
+        """Return the machine with the peak FLOPS of a Composer precision, as if all matrix products used it."""
         return replace(self, flops=self.fp8_flops) if precision == "amp_fp8" and self.fp8_flops else self
 
     @property
@@ -120,7 +120,7 @@ _BY_MEMORY = {"a100": 40 * 2**30, "h100": 80 * 2**30, "h200": 141 * 2**30}
 
 
 def with_assumed_speeds(given: Machine | None, memory_bytes: int) -> Machine:
-    """Fill in missing speeds with those of a GPU with that much memory."""
+    """Return ``given`` with missing speeds taken from a GPU model with that much memory."""
     given = given or Machine()
     assumed = GPUS[next((name for name, most in _BY_MEMORY.items() if memory_bytes <= most), "h200")]
     names = {each.name for each in fields(given)} - {"sources", "fp8_flops"}
@@ -138,10 +138,10 @@ class Bounds(Value):
     Args:
         flops: FLOPs of a rank, including recomputation.
         model_flops: FLOPs without recomputation.
-        compute_s, intra_s, inter_s: Time of the computation, and of the traffic over each link, each without waiting.
+        compute_s, intra_s, inter_s: Time of the computation, and of the traffic over each link, each if it never waits.
             0 if the speed is unknown.
-        lower_s: No step is shorter.
-        serial_s: At these speeds without any overlap.
+        lower_s: The lower bound of the step's time.
+        serial_s: The time without any overlap of computation and communication.
         exposed_s: ``lower_s`` minus ``compute_s``: communication that cannot overlap; None without FLOPs.
         mfu_at_most: ``model_flops`` over the device's peak in ``lower_s``; None without FLOPs.
     """
@@ -160,10 +160,10 @@ class Bounds(Value):
 
 
 def step_bounds(estimate: StepEstimate, trace: MicrobatchTrace | None, machine: Machine) -> Bounds:
-    """Bound a step by its computation, its traffic, and the dependencies between them.
+    """Compute the lower bounds of a step from its computation, its traffic, and the dependencies between them.
 
     Args:
-        trace: The trace of ``estimate``; None: the computation is unknown.
+        trace: The trace from which ``estimate`` was computed. With None, the computation is unknown.
     """
     timed = list(timed_step(estimate, trace, machine))
     compute_s = sum(each.seconds for each in timed if each.track == COMPUTE)
@@ -198,7 +198,7 @@ def call_s(call: CollectiveCall, machine: Machine) -> float:
 
 
 def intra_node_s(call: CollectiveCall, machine: Machine) -> float:
-    """The time on the link within the node; in a group over several nodes, only for data of the node's other ranks."""
+    """Return the time on the links within a node. Of a group across nodes, only traffic within the node is counted."""
     if not machine.intra_bytes_per_s or call.link is Link.NONE:
         return 0.0
     num_bytes = least_bytes(call)
@@ -220,11 +220,12 @@ MODEL = "the model's collectives"  # of its own computation, such as those of TP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed(Value):
-    """A scheduled computation or collective.
+    """A computation or a collective with its time in the schedule.
 
     Args:
-        track: ``COMPUTE``, ``MODEL``, or the operator of one of ``fully_shard``'s collectives.
-        sample: Index into the estimate's timeline.
+        track: ``COMPUTE``; ``MODEL`` for collectives of the model itself; or the operator of a collective of
+            ``fully_shard``.
+        sample: Index into the timeline of the estimate.
     """
 
     track: str
@@ -241,14 +242,14 @@ class Timed(Value):
 
 
 class _Streams:
-    """When each of ``fully_shard``'s streams is free, with the waits between them.
+    """Tracks when each CUDA stream of ``fully_shard`` is free, and models the waits between streams.
 
-    The sources are functions in torch/distributed/fsdp/_fully_shard.
+    In parentheses: the functions in torch/distributed/fsdp/_fully_shard that wait.
 
-    - The all-gather stream waits for the computation where a root's forward begins
-      (``FSDPState._root_pre_forward``). In forward it waits for the copy-out before the last one, because the buffer of
-      that unit is freed then; in backward for the last one (``FSDPParamGroup.wait_for_unshard``). A unit that was
-      resharded to fewer ranks is gathered after its forward (``FSDPParamGroup.reshard``).
+    - The all-gather stream waits for the computation where a root's forward begins (``FSDPState._root_pre_forward``).
+      In forward it waits for the copy-out before the last one, because the buffer of that unit is freed then; in
+      backward for the last one (``FSDPParamGroup.wait_for_unshard``). A unit that was resharded to fewer ranks is
+      gathered after its forward (``FSDPParamGroup.reshard``).
     - The computation waits for its unit's all-gather (``foreach_all_gather_copy_out``), before a reduction for the
       previous reduce-scatter (``FSDPParamGroup.post_backward``), and at the end of backward for all reductions
       (``FSDPState._root_post_backward_final_callback``).
@@ -315,13 +316,13 @@ class _Streams:
 
 
 def timed_step(estimate: StepEstimate, trace: MicrobatchTrace | None, machine: Machine) -> Iterator[Timed]:
-    """Schedule a step in issue order, each kernel as early as the streams and events of ``fully_shard`` allow.
+    """Schedule the kernels of a step in issue order, each as early as the streams and events of ``fully_shard`` allow.
 
-    The CPU is assumed to issue every kernel in time. Nothing waits for the collectives of the model's own computation,
-    which keeps this a lower bound.
+    Assumes that the CPU never delays a kernel, and that no kernel waits for collectives of the model itself (TP, CP,
+    EP). The result is therefore a lower bound.
 
     Args:
-        trace: The trace of ``estimate``; None: the computation is unknown, and only the order of each stream is kept.
+        trace: The trace from which ``estimate`` was computed. With None, computation takes no time.
     """
     by_sample: defaultdict[int, list[CollectiveCall]] = defaultdict(list)
     for call in estimate.calls:

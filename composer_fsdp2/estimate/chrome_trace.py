@@ -1,6 +1,6 @@
-"""A step as a Chrome trace: one JSON object that ui.perfetto.dev and chrome://tracing open.
+"""Convert a planned step to a Chrome trace, a JSON object for ui.perfetto.dev and chrome://tracing.
 
-Follows the Trace Event Format: complete events (``X``) with a start and a duration in microseconds, counters (``C``),
+The format is the Trace Event Format: complete events (``X``) with start and duration in microseconds, counters (``C``),
 and metadata (``M``) with the names of the tracks.
 """
 
@@ -19,7 +19,10 @@ _MICROSECONDS = 1e6
 
 
 def chrome_trace(step: PlannedStep) -> dict[str, Any]:
-    """The trace of a step's earliest schedule; without speeds every event takes one microsecond, in order."""
+    """Return the trace of the schedule in ``timed_step``.
+
+    If speeds are unknown, every event takes one microsecond, in order.
+    """
     # Without a trace of the model, the estimate assumed these events.
     trace = assumed_trace(step.plan) if step.trace is None else step.trace
     timed = list(timed_step(step.estimate, trace, step.bounds.machine if step.bounds else Machine()))

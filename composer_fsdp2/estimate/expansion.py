@@ -1,4 +1,4 @@
-"""Extend the events of a model with a few blocks to all of its blocks."""
+"""Extend the trace of a model with a few blocks to all blocks of the model."""
 
 import itertools
 from collections.abc import Iterator, Sequence, Set
@@ -11,11 +11,11 @@ from composer_fsdp2.sharding.modules import is_at_or_under
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSpan:
-    """The events of one block's forward or backward, and of the computation after it.
+    """The range of events of one block's forward or backward.
 
     Args:
-        begin: Index of the block's first event.
-        end: Index after its last one. The event at this index is not a unit's hook: it counts the model's computation
+        begin: The index of the block's first event.
+        end: The index after its last event. The event at this index is not a hook of a unit: it has the computation
             between the block and the next hook.
     """
 
@@ -26,13 +26,14 @@ class BlockSpan:
 
 
 def expand(events: Sequence[StepEvent], spans: Sequence[BlockSpan], lists: Sequence[BlockList]) -> list[StepEvent]:
-    """The events of all blocks; an omitted block has the events of its traced representative.
+    """Return the events of all blocks. An omitted block gets the events of its traced representative.
 
-    Live activations accumulate over the blocks: each allocates in forward, and frees in backward, as much as its
-    representative.
+    Live activations accumulate over blocks: each block allocates in forward, and frees in backward, as many bytes as
+    its representative.
 
     Raises:
-        NotInOrderError: a list with omitted blocks did not run from its first block to its last, or back.
+        NotInOrderError: a list with omitted blocks did not run from its first block to its last in forward, or in
+            reverse in backward.
     """
     runs = {run.traced[0].begin: run for blocks in lists if blocks.is_short for run in _runs_of(blocks, spans)}
     after = {span.end for span in spans}
@@ -50,7 +51,7 @@ def expand(events: Sequence[StepEvent], spans: Sequence[BlockSpan], lists: Seque
 
 
 class NotInOrderError(Exception):
-    """Blocks did not run in their list's order, ran more than once, or ran with other events between them."""
+    """Blocks did not run in the order of their list, ran more than once, or ran with other events between them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,10 @@ class _Run:
 
 
 def _runs_of(blocks: BlockList, spans: Sequence[BlockSpan]) -> Iterator[_Run]:
-    """At most one forward, and one backward; frozen leading blocks have no backward."""
+    """Yield the forward of a list of blocks, and its backward, if it ran.
+
+    Frozen blocks at the beginning have no backward.
+    """
     paths = {blocks.block(name): name for name in blocks.present}
     traced = [span for span in spans if span.path in paths]
     for is_backward in (False, True):
@@ -98,7 +102,7 @@ def _runs_of(blocks: BlockList, spans: Sequence[BlockSpan]) -> Iterator[_Run]:
 
 
 def _put_run(found: list[StepEvent], events: Sequence[StepEvent], run: _Run, shift: _Bytes) -> _Bytes:
-    """Append the events of a run; returns how many more bytes are live after it than in the trace."""
+    """Append the events of all blocks of a run. Return how many more bytes are live after the run than in the trace."""
     by_path = {span.path: span for span in run.traced}
     first, last = run.traced[0], run.traced[-1]
     live = _Bytes.at(events[first.begin]) + shift
@@ -117,7 +121,7 @@ def _put_run(found: list[StepEvent], events: Sequence[StepEvent], run: _Run, shi
 
 
 def _put(found: list[StepEvent], event: StepEvent, *, is_moment: bool) -> None:
-    """Append the event of a hook; merge any other event into the previous one."""
+    """Append the event of a hook. Any other event is merged into the previous event."""
     if is_moment:
         found.append(event)
         return
@@ -160,10 +164,11 @@ def _below(name: str, path: str, new_path: str) -> str:
 
 
 def check_representatives(lists: Sequence[BlockList], unfinished: Set[str], not_sequential: Set[str]) -> None:
-    """Check that omitted blocks can be derived from their representatives.
+    """Check that the traces of representatives are valid for omitted blocks.
 
     Raises:
-        NotInOrderError: a representative is in ``unfinished``, or its list in ``not_sequential``.
+        NotInOrderError: a representative is in ``unfinished`` (its backward has no end), or its list in
+            ``not_sequential``.
     """
     for each in lists:
         standing = {each.block(each.representatives[name]) for name in each.names if name not in each.present}
@@ -172,7 +177,8 @@ def check_representatives(lists: Sequence[BlockList], unfinished: Set[str], not_
 
 
 def backward_begin(events: Sequence[StepEvent], path: str) -> int:
-    """The index of the first event of a block's backward; a unit of the same module records PRE_BACKWARD first."""
+    """Return the index of the first event of a block's backward: PRE_BACKWARD of a unit with the same module
+    precedes the block's."""
     place = len(events)
     while place and events[place - 1].hook is Hook.PRE_BACKWARD and is_at_or_under(events[place - 1].unit, path):
         place -= 1

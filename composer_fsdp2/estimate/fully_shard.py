@@ -3,8 +3,8 @@
 FSDP2 keeps tensors alive by references, not by ``record_stream``, so CPU order determines the allocator's peak. This
 follows torch/distributed/fsdp/_fully_shard of torch 2.7 to 2.13 and uses its names: ``ParamGroup`` is
 ``FSDPParamGroup``, and ``CommContext`` combines ``FSDPCommContext`` and ``FSDPStateContext``, which the groups of a
-root share. A tensor is an int, its bytes. Local variables that keep a tensor alive until a function returns are
-modelled, too, and so are the additions of ``_torch/unit.py``.
+root share. A tensor is modelled by its number of bytes. Local variables that keep a tensor alive until a function
+returns are modelled, and so are the additions of ``_torch/unit.py``.
 """
 
 import enum
@@ -35,10 +35,10 @@ class TrainingState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class CommContext:
-    """The state shared by the units of one root.
+    """The state that the units below one root share.
 
     Args:
-        order: All units in the order of ``named_modules``, the root first.
+        order: All units in the order of ``named_modules``: parents before children.
         send: Called for each collective.
     """
 
@@ -79,15 +79,16 @@ class CommContext:
 
 @dataclass(slots=True, eq=False)
 class ParamGroup:
-    """One unit in a step.
+    """The state of one unit during a step, with the names of ``FSDPParamGroup``.
 
     Attributes:
-        was_unsharded: Its parameters have been unsharded at least once.
-        unsharded_grads: Bytes by parameter name.
-        unsharded_accumulated_grads: The same, in the reduce dtype.
-        partial_reduce_output: Reduced over shards, not yet over replicas.
-        all_reduce_state: Buffer that stays alive until the unit's next reduction, or the end of backward.
-        sharded_grads: The parameters that have one.
+        was_unsharded: Whether its parameters have been unsharded at least once in this step.
+        unsharded_grads: Bytes of unsharded gradients in the parameter dtype, by parameter name.
+        unsharded_accumulated_grads: Bytes of unsharded gradients in the reduce dtype, by parameter name.
+        partial_reduce_output: Bytes of gradients that are reduce-scattered, and not yet all-reduced over replicas.
+        all_reduce_state: Bytes of the all-reduce buffer, which stays alive until the unit's next reduction or the end
+            of backward.
+        sharded_grads: The names of parameters that have a sharded gradient.
     """
 
     sizes: UnitSizes
@@ -137,7 +138,7 @@ class ParamGroup:
         self._prefetch(self.sizes.backward_prefetch or ())
 
     def accumulate_grad(self, parameter: str) -> None:
-        """Autograd has accumulated an unsharded gradient; an existing one is accumulated in place."""
+        """Called when autograd accumulates the unsharded gradient of ``parameter``. Only the first one is allocated."""
         if parameter not in self.unsharded_grads:
             self._alloc_unsharded_grad(next(each for each in self.sizes.parameters if each.name == parameter))
 
@@ -311,10 +312,11 @@ class ParamGroup:
         allocated.free(Kind.UNSHARDED_GRADIENTS, last)
 
     def _exchange(self, reduced: Sequence[ParameterSizes], unsharded_grads: Mapping[str, int]) -> dict[str, int]:
-        """Exchange gradients of gathered parts by an all-to-all, and sum those of this rank's shards.
+        """Model the gradient reduction of experts if each rank all-gathered only a part of them: an all-to-all, then
+        local sums.
 
         Returns:
-            The bytes of the sums, in fp32 or wider, by parameter name; they replace the gradients.
+            The bytes of the sums, in fp32 or wider, by parameter name. The sums replace the unsharded gradients.
         """
         sizes, allocated = self.sizes, self.context.allocated
         num_bytes = sum(each.part for each in reduced) * sizes.reduce_bytes
@@ -328,7 +330,7 @@ class ParamGroup:
         return sums
 
     def _to_sharded_grads(self, reduced: Sequence[ParameterSizes], reduce_output: int) -> None:
-        """Set the sharded gradients to the reduced ones, or accumulate into them."""
+        """Store the reduced gradients as sharded gradients, or accumulate into existing ones."""
         sizes, allocated = self.sizes, self.context.allocated
         own = sum(each.padded_shard for each in reduced) * sizes.own_bytes
         is_cast = sizes.reduce_bytes != sizes.own_bytes

@@ -1,4 +1,4 @@
-"""Record the order of FSDP2's hooks in a step, on a model that is not sharded."""
+"""Record the order in which FSDP2's hooks would run, on a model that is not sharded."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -32,15 +32,15 @@ def record_hooks(
     blocks: Sequence[str] = (),
     record_block: RecordHook = _ignore,
 ) -> Iterator[None]:
-    """Call ``record`` wherever a hook of ``fully_shard`` would run in the block.
+    """In the block, call ``record`` at each point where a hook of ``fully_shard`` would run.
 
     The hooks are those of ``fully_shard``: before and after a unit's forward, at the first gradient of its outputs,
     after all gradients of its inputs, and after autograd has accumulated a parameter's gradient. A unit whose inputs
     need no gradient has no POST_BACKWARD; its backward finishes at END.
 
     Args:
-        model: The plan's model, or a copy with fewer blocks, in which missing units are skipped. Modules may have
-            checkpointing wrappers. Nothing is sharded, and all hooks are removed after the block.
+        model: The plan's model, or a copy with fewer blocks; units that it lacks are skipped. Modules may have
+            checkpointing wrappers. The model is not sharded, and all hooks are removed after the block.
         blocks: Paths of modules whose hooks call ``record_block``, as if they were units. PRE_FORWARD of a block runs
             before that of a unit of the same module, its other hooks run after.
     """
@@ -59,7 +59,7 @@ def record_hooks(
 
 
 def module_at(model: nn.Module, path: str) -> nn.Module | None:
-    """As ``at_path``; None if the model, a copy with fewer blocks, lacks the module."""
+    """As ``at_path``, but return None if the model lacks the module, because it is a copy with fewer blocks."""
     try:
         return at_path(model, path)
     except AttributeError:
@@ -67,7 +67,10 @@ def module_at(model: nn.Module, path: str) -> nn.Module | None:
 
 
 def _trained(model: nn.Module, plan: ShardingPlan) -> Iterator[tuple[str, str, nn.Parameter]]:
-    """(name, unit's name or "", parameter) of each parameter that requires a gradient; a tied one once."""
+    """Yield (FQN, unit name or "", parameter) of each parameter that requires a gradient.
+
+    A tied parameter is yielded once.
+    """
     first_names = {
         without_wrappers(name): (spec.name, unit.name)
         for unit in plan.units
@@ -85,7 +88,7 @@ def _record_gradient(record: RecordHook, unit: str, name: str, _: nn.Parameter) 
 
 
 class _Step:
-    """Tracks the units in backward, as ``fully_shard`` does; records END once per backward, after autograd."""
+    """Tracks which units have started backward, as ``fully_shard`` does, and records END once after each backward."""
 
     def __init__(self, record: RecordHook) -> None:
         self.record = record

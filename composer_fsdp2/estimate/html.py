@@ -1,4 +1,4 @@
-"""Render a planned step as one HTML page: inline SVG and tables, no scripts, no external resources."""
+"""Render a planned step as one HTML page of inline SVG and tables, without scripts or external resources."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -40,11 +40,11 @@ _GREY = ("#888888", "#888888")
 
 
 def plan_page(step: PlannedStep, suggestions: str = "", made_by: str = "") -> str:
-    """Render the page.
+    """Return the HTML of the page for a planned step.
 
     Args:
-        suggestions: The text of ``--suggest``.
-        made_by: The command, its version and the date.
+        suggestions: The text output of ``--suggest``; "" without it.
+        made_by: The command line, the version and the date; "" omits them.
     """
     proposed = [f"<h2>Suggestions</h2>\n<pre>{escape(suggestions)}</pre>"] if suggestions else []
     made = [f'<p class="soft">{escape(made_by)}</p>'] if made_by else []
@@ -142,7 +142,10 @@ def _verdict(step: PlannedStep) -> Iterator[str]:
 
 
 def drawn_samples(timeline: Sequence[MemorySample], columns: int = _COLUMNS) -> list[MemorySample]:
-    """Downsample to at most ``columns`` samples, keeping the largest of each interval, hence the peak."""
+    """Downsample to at most ``columns`` samples.
+
+    The largest sample of each interval is kept, so the peak is preserved.
+    """
     if len(timeline) <= columns:
         return list(timeline)
     edges = [number * len(timeline) // columns for number in range(columns + 1)]
@@ -188,7 +191,7 @@ class _Scale:
 
 
 def _axis(scale: _Scale) -> Iterator[str]:
-    """Grid lines at multiples of the smallest power of two that needs at most six steps."""
+    """Yield grid lines at multiples of a power of two, the smallest that results in at most six steps."""
     step = 1
     while scale.most_bytes / step > 6:
         step *= 2
@@ -217,7 +220,7 @@ def _stair(number: int, value: float, scale: _Scale) -> tuple[str, str]:
 
 
 def _phases(samples: Sequence[MemorySample], scale: _Scale) -> Iterator[str]:
-    """Mark the start of each microbatch, and label its phases, or the microbatch if those labels do not fit."""
+    """Mark the start of each microbatch, and label its phases. If the labels do not fit, label the microbatch."""
     starts = [
         number
         for number, sample in enumerate(samples)
@@ -270,7 +273,7 @@ def _tables(step: PlannedStep) -> Iterator[str]:
 
 
 def _table(table: Table, marks: Sequence[str] = ()) -> Iterator[str]:
-    """Render a table; ``marks`` are HTML before the first cell of each row."""
+    """Render a table. ``marks`` has the HTML to insert before the first cell of each row."""
     yield '<div class="scroll"><table><thead><tr>'
     yield "".join(f"<th>{escape(cell)}</th>" for cell in table.header)
     yield "</tr></thead><tbody>"

@@ -1,4 +1,4 @@
-"""Bytes that a rank sends, by collective, link and unit, and lower bounds for any algorithm."""
+"""Compute the bytes that a rank sends by collective, link and unit, in a ring and at least."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -11,7 +11,8 @@ ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_re
 
 
 def ring_bytes(call: CollectiveCall) -> int:
-    """Bytes that each rank sends (and receives) in a ring: (n-1)/n of the full buffer, twice for an all-reduce."""
+    """Return the bytes that each rank sends (and receives) in a ring: (n-1)/n of the full buffer, twice for an
+    all-reduce."""
     return (2 if call.op == ALL_REDUCE else 1) * _of_others(call.num_bytes, call.ranks)
 
 
@@ -20,9 +21,10 @@ def _of_others(num_bytes: int, ranks: int) -> int:
 
 
 def least_bytes(call: CollectiveCall) -> int:
-    """A lower bound of the bytes that a rank sends (or receives) with any algorithm.
+    """Return a lower bound of the bytes that a rank sends (or receives), for any algorithm.
 
-    As in a ring, but half for an all-reduce: in-switch reduction (NVLink SHARP) saves the second pass.
+    Equal to a ring, except that an all-reduce counts half: reduction in the switch (NVLink SHARP) saves the second
+    pass.
     """
     return 0 if call.op not in _MOVING else _of_others(call.num_bytes, call.ranks)
 
@@ -31,10 +33,11 @@ _MOVING = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
 
 
 def node_bytes(call: CollectiveCall) -> int:
-    """A rank's share of the bytes that its node receives from (or sends to) other nodes with any algorithm.
+    """Return a lower bound of a rank's share of the bytes that its node receives from (or sends to) other nodes.
 
-    Each rank has a network adapter, and the ranks of a node share the traffic: data on other nodes crosses once for all
-    of them. An all-reduce of HSDP has one rank per node in its group, which sends all of it.
+    A node must receive the data of other nodes at least once. The ranks of the node share this traffic, because each
+    rank has a network adapter. In an all-reduce of HSDP, the group has one rank per node, which has no others to share
+    with.
     """
     if call.link is not Link.INTER or call.op not in _MOVING:
         return 0
@@ -43,21 +46,21 @@ def node_bytes(call: CollectiveCall) -> int:
 
 
 def ring_node_bytes(call: CollectiveCall) -> int:
-    """A rank's share of the bytes that its node sends to other nodes in a ring.
+    """Return a rank's share of the bytes that its node sends to other nodes in a ring.
 
-    A ring leaves each node once, with as many bytes as pass between two ranks. The ranks of a node share this traffic,
-    with one ring per network adapter.
+    One rank per node sends to another node, as many bytes as any rank sends. With one ring per network adapter, the
+    ranks of a node share this traffic.
     """
     return ring_bytes(call) // (call.ranks_on_node or 1) if call.link is Link.INTER else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic(Value):
-    """The collectives of a step with the same operator, phase, group size and link.
+    """The sum of a step's collectives with the same operator, phase, group size and link.
 
     Args:
-        num_bytes: Of their full buffers.
-        ring_bytes: Sent by each rank in a ring.
+        num_bytes: Bytes of the full buffers.
+        ring_bytes: Bytes that each rank sends in a ring.
         node_bytes: A rank's share of the bytes that its node sends to other nodes in a ring.
     """
 
@@ -72,7 +75,7 @@ class Traffic(Value):
 
 
 def traffic(calls: Iterable[CollectiveCall]) -> tuple[Traffic, ...]:
-    """Group the collectives of a step by operator, phase, group size and link, in order of first occurrence."""
+    """Group the collectives of a step by operator, phase, group size and link, in the order of their first call."""
     alike: dict[tuple[str, Phase, int, Link], list[CollectiveCall]] = {}
     for call in calls:
         alike.setdefault((call.op, call.phase, call.ranks, call.link), []).append(call)

@@ -1,4 +1,4 @@
-"""The memory of optimizers, by their names in torch, Composer, LLM Foundry and Hugging Face."""
+"""Memory of optimizers, by their names in torch, Composer, LLM Foundry and Hugging Face."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,15 +11,16 @@ from composer_fsdp2.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerState(Value):
-    """An optimizer's state per trained parameter, and the temporaries of its step.
+    """The state of an optimizer per trained parameter, and the temporaries of its step.
 
     Args:
-        tensors: State tensors as large as the local shard, in its dtype.
-        numbers: Scalar fp32 state tensors, such as torch's ``step``.
-        step_tensors: Temporaries of a for-loop ``step()`` for one parameter, each as large as its local shard.
-        kept_tensors: Those of ``step_tensors`` that are freed only after the next parameter's are allocated.
-        foreach_tensors: Temporaries of a ``foreach`` step, each as large as all local shards together. ``foreach`` is
-            torch's default if all parameters are on a GPU; None: not implemented or disabled.
+        tensors: The number of state tensors with the size and dtype of the local shard.
+        numbers: The number of scalar fp32 state tensors, such as torch's ``step``.
+        step_tensors: The number of temporaries of a for-loop ``step()`` for one parameter, each as large as its local
+            shard.
+        kept_tensors: How many of ``step_tensors`` are freed only after those of the next parameter are allocated.
+        foreach_tensors: The number of temporaries of a ``foreach`` step, each as large as all local shards together.
+            ``foreach`` is torch's default if all parameters are on a GPU. None: not implemented or disabled.
 
     Example:
         >>> OptimizerState(name="mine", tensors=2).state_bytes(elements=1000, element_bytes=4)
@@ -34,14 +35,17 @@ class OptimizerState(Value):
     foreach_tensors: int | None = None
 
     def state_bytes(self, elements: int, element_bytes: int) -> int:
-        """State bytes of one parameter with ``elements`` local elements; an empty shard still has the scalars."""
+        """Return the state bytes of one parameter with ``elements`` local elements.
+
+        An empty shard still has the scalars.
+        """
         return self.tensors * elements * element_bytes + self.numbers * 4
 
     def step_bytes(self, parameter_bytes: Sequence[int], device_type: str) -> int:
-        """Peak bytes of temporaries in ``step()``.
+        """Return the peak bytes of temporaries in ``step()``.
 
         Args:
-            parameter_bytes: Bytes of the local shard of each trained parameter, in the optimizer's order.
+            parameter_bytes: Bytes of the local shard of each trained parameter, in the order of the optimizer.
         """
         if self.foreach_tensors is not None and device_type != "cpu":
             return self.foreach_tensors * sum(parameter_bytes)
@@ -51,13 +55,13 @@ class OptimizerState(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """An optimizer by its names.
+    """An optimizer in the table: its names, and its memory by options.
 
     Args:
-        adds: Options that add a tensor to the state.
-        needs: The option without which it has no state.
+        adds: Options that add a state tensor.
+        needs: An option without which the optimizer has no state, such as ``momentum``.
         allocates: Options that add a tensor to ``step_tensors``.
-        allocates_foreach: Options that add one to ``foreach_tensors``.
+        allocates_foreach: Options that add a tensor to ``foreach_tensors``.
     """
 
     names: tuple[str, ...]
@@ -74,7 +78,7 @@ _ADAMW = replace(_ADAM, name="AdamW")
 
 
 def _without_allocations(state: OptimizerState) -> OptimizerState:
-    """The state for a fused step: one kernel updates parameters and state in place."""
+    """Return the state for a fused step, in which one kernel updates parameters and state in place."""
     return replace(state, step_tensors=0, kept_tensors=0, foreach_tensors=None)
 
 
@@ -110,10 +114,10 @@ _ROWS = (
 
 
 def optimizer_state(name: str, options: Mapping[str, Any] | None = None) -> OptimizerState:
-    """Look up an optimizer's memory by its name and options.
+    """Return the memory of an optimizer, by its name (in any letter case) and options.
 
     Raises:
-        ConfigError: the optimizer is unknown; lists the known ones.
+        ConfigError: the optimizer is unknown; the message lists the known ones.
 
     Example:
         >>> optimizer_state("SGD", {"momentum": 0.9}).tensors

@@ -1,4 +1,4 @@
-"""Run a TP-, CP- or EP-parallelized model as one of its ranks, without the others."""
+"""Run a TP-, CP- or EP-parallelized model as rank 0, in one process."""
 
 import contextlib
 import math
@@ -30,11 +30,11 @@ Finish = Callable[[], None]
 
 @contextlib.contextmanager
 def as_rank_0(model: nn.Module, plan: ShardingPlan) -> Iterator[Finish]:
-    """Make ``model`` compute rank 0's part in the block; its collectives send nothing.
+    """In the block, make ``model`` compute as on rank 0. Collectives do not communicate.
 
     Args:
-        model: A copy, possibly with fewer blocks than the plan's model; it is modified.
-        plan: The plan of the ranks.
+        model: A copy of the plan's model, possibly with fewer blocks. It is modified.
+        plan: The sharding plan.
     Yields:
         A function to call after checkpointing wrappers are applied ([Note: legal order] in ``parallel/order.py``).
     """
@@ -65,7 +65,7 @@ def as_rank_0(model: nn.Module, plan: ShardingPlan) -> Iterator[Finish]:
 
 
 def without_parallelism(plan: ShardingPlan) -> ShardingPlan:
-    """The plan without TP, CP, EP and tiled MLPs: each rank computes its full microbatch."""
+    """Return the plan without TP, CP, EP and tiled MLPs, so each rank computes its full microbatch."""
     config = replace(plan.config, context_parallel_degree=1, tiled_mlp=None)
     return replace(plan, split=(), split_experts=(), exchanging=(), tiled=(), config=config)
 
@@ -81,7 +81,8 @@ def _tile(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> None:
 
 
 def _num_parts(plan: ShardingPlan, path: str) -> int:
-    """The number of ranks over which the output's sequence dim is sharded, by the output layouts of its styles."""
+    """Return over how many ranks the sequence dim of a module's output is sharded, from the output layouts of its TP
+    styles."""
     inside = [
         getattr(each.parallelize, "style", each.parallelize) for each in plan.split if is_at_or_under(each.path, path)
     ]
@@ -90,10 +91,10 @@ def _num_parts(plan: ShardingPlan, path: str) -> int:
 
 
 def _tensor_mesh(degree: int) -> DeviceMesh:
-    """Create the mesh of tensor parallelism, before any other group of the world.
+    """Create the tensor-parallel mesh. Must be called before other process groups are created.
 
-    torch caches meshes by ranks and names, and looks up their groups by a running number, which must be the same in
-    each world. The dim's name differs from those of real meshes.
+    torch caches meshes by ranks and dim names, and finds their groups by a running number, which must be the same in
+    each simulated process group. The dim's name therefore differs from those of real meshes.
     """
     return DeviceMesh("cpu", list(range(degree)), mesh_dim_names=("planned",))
 
@@ -109,7 +110,8 @@ def _parallelize_layers(modules: Mapping[str, nn.Module], plan: ShardingPlan, me
 
 
 def _exchange_tokens(layer: SplitExperts, module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Make the layer exchange tokens, and replace its parameters with the rows that rank 0 gathers."""
+    """Make an MoE layer exchange tokens as on rank 0, and replace its parameters by the rows that rank 0
+    all-gathers."""
     kind, experts = KINDS[layer.kind], Experts(num_experts=layer.num_experts, group=group, is_even=True)
     setattr(module, kind.method, partial(kind.compute, module, experts))
     needed = {parameter: rows[0] for parameter, rows in needed_rows(layer, module).items()}

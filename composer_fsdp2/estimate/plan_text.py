@@ -26,13 +26,13 @@ class Table:
 
 
 def plan_text(step: PlannedStep) -> str:
-    """Render the run, its memory, units, collectives, bounds and findings, then the verdict."""
+    """Return the text of a planned step: run, memory, units, collectives, bounds, findings, and whether it fits."""
     parts = (_run, _memory, _units, _collectives, _bounds, _findings, _verdict)
     return joined(line for part in parts for line in part(step))
 
 
 def joined(lines: Iterable[str]) -> str:
-    """Printable text; on a terminal, lines that are too wide for it are wrapped."""
+    """Join lines to a printable text. On a terminal, lines that are wider than the terminal are wrapped."""
     width = text_width(sys.maxsize)
     return "\n".join(
         each
@@ -72,7 +72,7 @@ def _run(step: PlannedStep) -> Iterator[str]:
 
 
 def memory_table(step: PlannedStep) -> Table:
-    """Memory at the peak by kind, in the order of ``Kind``; kinds that stay at zero are omitted."""
+    """Return the memory at the peak by kind, in the order of ``Kind``. Kinds that are always zero are omitted."""
     peak = step.estimate.peak
     rows = [
         (kind.value, human_bytes(size := peak.bytes_of(kind)), f"{size / peak.total_bytes:.0%}", human_bytes(most))
@@ -94,7 +94,10 @@ def _memory(step: PlannedStep) -> Iterator[str]:
 
 
 def table_lines(table: Table) -> Iterator[str]:
-    """Render a table with aligned columns, rows indented below the header, names as short as a terminal needs."""
+    """Yield a table as aligned lines.
+
+    Rows are indented below the header, and long names cut to the terminal's width.
+    """
     widths = [max(len(row[column]) for row in (table.header, *table.rows)) for column in range(len(table.header))]
     excess = sum(widths) + 2 * len(widths) - text_width(sys.maxsize)
     widths[0] -= max(0, min(excess, widths[0] - _SHORTEST))
@@ -106,9 +109,9 @@ def table_lines(table: Table) -> Iterator[str]:
 
 
 def units_table(step: PlannedStep) -> Table:
-    """One row for units that differ only in the layer indices of their names, largest parameter count first.
+    """Return a table of the units, largest first. Units that differ only in their layer index have one row.
 
-    Units without parameters of their own, such as a root, have one row together: their hooks run, and send nothing.
+    Units without parameters of their own, such as some roots, share one row: their hooks run, but do not communicate.
     """
     alike: dict[tuple[str, int, str], list[ShardUnit]] = {}
     for unit in step.plan.units:
@@ -139,12 +142,12 @@ def _units(step: PlannedStep) -> Iterator[str]:
 
 
 def shortened(name: str, length: int = 34) -> str:
-    """Cut the beginning of a longer name, because paths of modules differ at their ends."""
+    """Return the name, or the end of a name that is longer than ``length``: paths of modules differ at their ends."""
     return name if len(name) <= length else f"…{name[1 - length :]}"
 
 
 def collectives_table(step: PlannedStep) -> Table:
-    """The collectives of one rank in a step; bytes sent assume a ring algorithm."""
+    """Return a table of one rank's collectives in a step. Sent bytes assume a ring algorithm."""
     rows = [
         (
             f"{each.phase.value}: {each.op}",
@@ -165,7 +168,7 @@ def _collectives(step: PlannedStep) -> Iterator[str]:
 
 
 def bounds_table(step: PlannedStep) -> Table:
-    """Lower bounds of a step's time; empty if the machine's speeds are unknown."""
+    """Return a table of lower bounds of a step's time; empty if the machine's speeds are unknown."""
     bounds = step.bounds
     if bounds is None:
         return Table((), ())
@@ -196,7 +199,7 @@ def _bounds(step: PlannedStep) -> Iterator[str]:
 
 
 def wrapped(text: str, *, begin: str = "  ", indent: int = 4, max_lines: int | None = None) -> list[str]:
-    """Lines of the screen's width, the first after ``begin`` and the others indented."""
+    """Wrap a text to lines of the terminal's width. The first line starts with ``begin``, the others are indented."""
     return textwrap.wrap(
         text, text_width(96), initial_indent=begin, subsequent_indent=" " * indent, max_lines=max_lines
     )

@@ -1,4 +1,4 @@
-"""The result of ``plan`` for a run, as one value and as the JSON object of ``--json``."""
+"""The result of ``plan``, as a value and as the JSON object of ``--json``."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ SCHEMA = Path(__file__).with_name("plan.schema.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory(Value):
-    """A device's memory, and the part of it reserved for what the estimate does not model."""
+    """The memory of a device, and the part of it reserved for memory that the estimate does not model."""
 
     given_bytes: int
     reserve: Reserve = field(default_factory=Reserve)
@@ -40,12 +40,12 @@ class PlannedStep(Value):
     """The plan and estimate of one training step.
 
     Args:
-        source: The user's name for the run, such as its file.
-        trace: None if activations are not counted.
-        optimizer: Its name.
-        findings: From translating the configuration and building the model.
-        memory: None if unknown.
-        bounds: None if the machine's speeds are unknown.
+        source: A name of the run, such as its file.
+        trace: The traced microbatch; None if activations are not estimated.
+        optimizer: The name of the optimizer.
+        findings: Findings of the configuration's translation and of building the model.
+        memory: The memory that the step must fit; None if unknown.
+        bounds: Lower bounds of the step's time; None if the machine's speeds are unknown.
     """
 
     source: str
@@ -70,7 +70,7 @@ class PlannedStep(Value):
 
     @property
     def left_bytes(self) -> int | None:
-        """The usable memory that the peak leaves, negative if it does not fit; None if ``memory`` is None."""
+        """The usable memory minus the peak, negative if the step does not fit; None if ``memory`` is None."""
         return None if self.memory is None else self.memory.usable_bytes - self.estimate.peak_bytes
 
     @property
@@ -87,7 +87,10 @@ class PlannedStep(Value):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a step, of all ranks; the ranks of a tensor parallel group read one batch."""
+        """The number of tokens that all ranks train on in a step.
+
+        TP and CP peers that read the same batch count once.
+        """
         config = self.plan.config
         readers = 1 if config.effective_broadcast_batch is BroadcastBatch.GATHER else config.data_block_size
         of_rank = self.num_microbatches * self.microbatch_size * self.sequence_length

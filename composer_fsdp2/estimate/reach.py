@@ -1,4 +1,4 @@
-"""The ranks and the link of a collective, computed from the mesh's shape alone."""
+"""Compute the ranks of a collective and the link that it uses, from the mesh's shape alone."""
 
 import functools
 import math
@@ -11,10 +11,11 @@ from composer_fsdp2.estimate.step import Link
 
 @functools.lru_cache(maxsize=64)  # many units share few meshes
 def members(mesh: MeshSpec, role: AxisRole, rank: int, world_size: int) -> tuple[int, ...]:
-    """The ranks of ``rank``'s group along the axes of ``role``, in the order of the axis; includes ``rank``.
+    """Return the ranks in the group of ``rank`` along the axes of ``role``, including ``rank``, in the order of the
+    axis.
 
     Args:
-        mesh: Resolved.
+        mesh: A resolved mesh.
     """
     axes = mesh.axes_of(role)
     if not axes:
@@ -31,10 +32,10 @@ def members(mesh: MeshSpec, role: AxisRole, rank: int, world_size: int) -> tuple
 
 
 def link_of(ranks: Sequence[int], gpus_per_node: int) -> Link:
-    """The link of a group; assumes ranks numbered node by node, as launchers do.
+    """Return the link that a group uses. Assumes that ranks are numbered node by node, as by launchers.
 
     Args:
-        ranks: In ascending order.
+        ranks: The group's ranks in ascending order.
     """
     if len(ranks) < 2:
         return Link.NONE
@@ -42,6 +43,6 @@ def link_of(ranks: Sequence[int], gpus_per_node: int) -> Link:
 
 
 def num_on_node(rank: int, ranks: Sequence[int], gpus_per_node: int) -> int:
-    """How many of ``ranks``, in ascending order, are on the node of ``rank``, which is one of them."""
+    """Return how many of ``ranks`` (ascending, including ``rank``) are on the node of ``rank``."""
     first = rank // gpus_per_node * gpus_per_node
     return bisect_left(ranks, first + gpus_per_node) - bisect_left(ranks, first)

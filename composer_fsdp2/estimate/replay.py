@@ -1,4 +1,4 @@
-"""Replay one training step of a plan: a rank's memory over time, and its collectives."""
+"""Replay one training step of a plan: compute a rank's memory over time, and its collectives."""
 
 from collections.abc import Sequence
 
@@ -32,14 +32,14 @@ def estimate_step(
     of NCCL and CUDA are not modelled.
 
     Args:
-        plan: From ``plan_sharding``.
-        trace: One microbatch of the model, with its activations. None: the units run in the plan's order, and
+        plan: A plan of ``plan_sharding``.
+        trace: One traced microbatch, with activations. With None, units are assumed to run in the plan's order, and
             activations are not counted.
         world_size: The number of ranks.
-        optimizer: Its state; None is AdamW.
-        num_microbatches: Per step, each with a forward and a backward.
+        optimizer: The optimizer's memory; None: AdamW.
+        num_microbatches: Microbatches per step, each with a forward and a backward.
         rank: The rank to estimate; ranks differ if a parameter's rows do not divide evenly.
-        gpus_per_node: Determines which groups are within one node.
+        gpus_per_node: Ranks per node, which determine the groups that are within one node.
     Raises:
         ConfigError: the plan does not fit ``world_size``.
 
@@ -94,7 +94,8 @@ class _Replay:
     # Stored before the step
 
     def _stored(self, *, is_offloaded: bool) -> list[tuple[ParameterSizes, int]]:
-        """The parameters that this rank stores on its device, or on the host, each with its bytes per element."""
+        """Return the parameters that this rank stores on its device (or on the host, if ``is_offloaded``), with
+        bytes per element."""
         stored = [
             (each, sizes.own_bytes)
             for sizes in self.sizes.values()
@@ -158,7 +159,8 @@ class _Replay:
             self.allocated.alloc(Kind.GRADIENTS, spec.numel * dtype_bytes(spec.dtype))
 
     def _average_replicated(self, context: CommContext) -> None:
-        """Average gradients of replicated parameters, if this backward syncs: one all-reduce per axis of each mesh."""
+        """Issue the all-reduces of replicated parameters' gradients, one per axis of each mesh, if this backward
+        reduces gradients."""
         if not (context.reduce_grads and context.all_reduce_grads):
             return
         by_mesh: dict[object, list[ParameterSpec]] = {}
@@ -179,7 +181,7 @@ class _Replay:
             self.allocated.free(Kind.COMMUNICATION, num_bytes)
 
     def optimizer_step(self) -> None:
-        """Count the temporaries of the optimizer's step; gradients and state are allocated before it."""
+        """Allocate and free the temporaries of the optimizer's step. Gradients and state are already allocated."""
         self.phase = Phase.OPTIMIZER
         self.allocated.reset_peak()
         stored = self._stored(is_offloaded=False)
@@ -194,7 +196,8 @@ class _Replay:
     # Recording
 
     def _sample(self, number: int, place: int, event: StepEvent) -> None:
-        """Record the larger peak: during the hook, on top of live activations; or from its end to the next hook."""
+        """Record the larger of two peaks: during the hook, including live activations, or from the end of the hook
+        to the next one."""
         activations = max(event.peak_bytes, event.live_bytes)
         if self.allocated.peak + event.live_bytes > self.allocated.total + activations:
             held, activations = self.allocated.at_peak, event.live_bytes
@@ -248,7 +251,7 @@ _HOOKS = {
 
 
 def _outer_first(bottom_up: Sequence[ShardUnit]) -> list[str]:
-    """Names in the order of ``named_modules``: parents before children, siblings in their original order."""
+    """Return the names of units in the order of ``named_modules``: parents before children, siblings in their order."""
     places = {unit.name: place for place, unit in enumerate(bottom_up)}
 
     def places_from_above(name: str) -> list[int]:
@@ -258,9 +261,9 @@ def _outer_first(bottom_up: Sequence[ShardUnit]) -> list[str]:
 
 
 def _reached_by_backward(inner: Sequence[ShardUnit], root: ShardUnit) -> Sequence[ShardUnit]:
-    """Omit the leading frozen units, which backward does not reach unless the root has trained parameters.
+    """Return the units without the frozen ones at the beginning, which backward does not reach.
 
-    The root's own parameters may be used anywhere in the forward.
+    If the root has trained parameters, all units are returned: the root may use these anywhere in the forward.
     """
     trains = [any(spec.is_trained for spec in unit.parameters) for unit in inner]
     if any(spec.is_trained for spec in root.parameters) or True not in trains:
@@ -269,7 +272,8 @@ def _reached_by_backward(inner: Sequence[ShardUnit], root: ShardUnit) -> Sequenc
 
 
 def assumed_trace(plan: ShardingPlan) -> MicrobatchTrace:
-    """Assume that the units run in the plan's order, each within its root, with the root's own gradients last."""
+    """Return a trace in which units run in the plan's order, within their root, and gradients of the root's
+    parameters come last."""
     forward: list[StepEvent] = []
     backward: list[StepEvent] = []
 

@@ -1,6 +1,6 @@
-"""A rough duration of a step, to rank plans of one run; it does not predict the real duration.
+"""Estimate a rough duration of a step, to rank plans of one run. It is not a prediction of the real duration.
 
-In each microbatch's forward, and in its backward, computation and communication overlap, and the slowest counts:
+Computation and communication are assumed to overlap within each forward and each backward, so the slowest counts:
 
     seconds of a part = max(computation, traffic in the node, traffic to other nodes, offloaded parameters over PCIe)
     seconds of a step = parts + offloaded activations over PCIe + the optimizer on the host
@@ -30,12 +30,12 @@ HOST_PASSES = 80 / 16
 def step_seconds(
     plan: ShardingPlan, estimate: StepEstimate, trace: MicrobatchTrace, machine: Machine, num_microbatches: int
 ) -> float:
-    """Estimate the seconds of one step.
+    """Estimate the duration of one step in seconds.
 
     Args:
-        estimate: The estimate of ``plan`` and ``trace``, with all microbatches or with three, whose second represents
-            all between the first and the last.
-        machine: All speeds must be known.
+        estimate: The estimate for ``plan`` and ``trace``, with all microbatches, or with three: the second then
+            represents all between the first and the last.
+        machine: The speeds; none may be None.
     """
     assert machine.flops and machine.achieved and machine.pcie_bytes_per_s and machine.host_bytes_per_s
     offloaded = {

@@ -1,4 +1,4 @@
-"""Check that blocks are sequential: each takes the output of the previous one."""
+"""Check whether blocks are sequential: the input of each block is the output of the previous one."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -15,10 +15,10 @@ from composer_fsdp2.sharding.modules import at_path
 
 
 class SequentialBlocks:
-    """Finds the lists whose blocks are not sequential.
+    """Finds the lists of blocks that are not sequential.
 
-    A few blocks can represent all only if they are sequential: each additional parallel head would enlarge the
-    tensors of later modules.
+    A few blocks can represent all only if the blocks are sequential. With parallel heads, for example, each omitted
+    head would make the tensors of later modules smaller.
     """
 
     def __init__(self, lists: Sequence[BlockList]) -> None:
@@ -29,7 +29,7 @@ class SequentialBlocks:
 
     @contextlib.contextmanager
     def watch(self, model: nn.Module) -> Iterator[None]:
-        """Watch ``model``, which has the ``present`` blocks of each list, in the block."""
+        """In the block, check the forwards of ``model``, which has the ``present`` blocks of each list."""
         with contextlib.ExitStack() as handles:
             for each in self.lists:
                 for name in each.present:

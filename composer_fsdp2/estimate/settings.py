@@ -1,4 +1,4 @@
-"""The settings that ``--suggest`` may change, and their values in a plan."""
+"""The settings that ``--suggest`` may change, and how a plan sets them."""
 
 from dataclasses import dataclass
 
@@ -21,10 +21,11 @@ ROUNDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations(Value):
-    """Activation checkpointing and offloading of a model's blocks.
+    """The blocks whose activations are recomputed or offloaded.
 
     Args:
-        every: Applied to every n-th block, the last of each n; 0: to none; -1: to the plan's own choice of modules.
+        every: n applies to every n-th block (the last of n blocks), 0 to none, and -1 to the modules that the plan
+            already selects.
         recompute: Recompute the blocks in backward.
         offload: Offload activations saved for backward to host memory.
     """
@@ -40,14 +41,14 @@ class Activations(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings(Value):
-    """A value for each setting that may be changed.
+    """One value for each setting that ``--suggest`` may change.
 
     Args:
-        reshard_after_forward: Of the units that have no setting of their own.
-        activations: Of the blocks.
-        microbatch_size: Rows on one rank; the batch size stays the same.
-        replicas: The replicate degree; the rest of the data-parallel mesh shards.
-        cpu_offload: Parameters, gradients and optimizer state are in host memory.
+        reshard_after_forward: The value for units without their own setting.
+        activations: Activation checkpointing and offloading of the blocks.
+        microbatch_size: Rows of a microbatch on one rank. The batch size does not change.
+        replicas: The replicate degree. The other factor of the data-parallel ranks is the shard degree.
+        cpu_offload: Whether parameters, gradients and optimizer state are in host memory.
     """
 
     reshard_after_forward: bool | int
@@ -83,7 +84,8 @@ def _present_activations(plan: ShardingPlan) -> Activations:
 
 
 def blocks_of(plan: ShardingPlan) -> tuple[tuple[str, ...], ...]:
-    """The model's blocks, one tuple per module list: numbered units below a root that are not nested in another."""
+    """Return the model's blocks, one tuple per module list: units below a root, not nested in another unit, with a
+    number as name."""
     below = {unit.name for unit in plan.units if not unit.is_root}
     rows: dict[str, list[str]] = {}
     for unit in plan.units:

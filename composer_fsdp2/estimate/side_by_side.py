@@ -1,4 +1,4 @@
-"""Several planned steps in one table: of one run at several world sizes, or of two runs."""
+"""Compare planned steps in one table: one run at several world sizes, or two runs."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -31,7 +31,7 @@ def _fits(step: PlannedStep) -> str | None:
 
 
 def _figure(name: str, show: Callable[[float], str]) -> Shown:
-    """A number of the step or of its bounds; None if memory or speeds are unknown."""
+    """Return a function that formats the number ``name`` of a step or of its bounds; None if the number is unknown."""
 
     def shown(step: PlannedStep) -> str | None:
         value = getattr(step, name, getattr(step.bounds, name, None))
@@ -79,7 +79,7 @@ _OF_TWO: Mapping[str, Shown] = {
 
 
 def several_exit_code(steps: Mapping[int, PlannedStep | str]) -> int:
-    """0 if the run fits, with nothing to decide, at one of the world sizes at least; else 1."""
+    """Return 0 if the run fits, and no finding needs a decision, at one world size or more; else 1."""
     return min(step.exit_code if isinstance(step, PlannedStep) else 1 for step in steps.values())
 
 
@@ -94,10 +94,11 @@ def several_json(steps: Mapping[int, PlannedStep | str]) -> list[dict[str, Any]]
 
 
 def several_text(steps: Mapping[int, PlannedStep | str]) -> str:
-    """One row per world size, then why the run does not fit some of them, then the verdict.
+    """Return a table with one row per world size, the errors of world sizes that the file does not allow, and a
+    summary.
 
     Args:
-        steps: By world size; a string is the error that refuses it. At least one is a plan.
+        steps: World size -> the planned step, or the error for this world size. At least one is a step.
     """
     return joined(_several_lines(steps))
 
@@ -145,7 +146,7 @@ def _verdict(steps: Mapping[int, PlannedStep | str], planned: Mapping[int, Plann
 
 
 def figures_table(step: PlannedStep, other: PlannedStep) -> Table:
-    """One row per figure of two steps; figures that neither has are omitted."""
+    """Return a table of the memory and time of two steps. Rows for which neither step has a value are omitted."""
     rows = [
         (name, show(step) or "-", show(other) or "-") for name, show in _OF_TWO.items() if show(step) or show(other)
     ]
@@ -153,7 +154,8 @@ def figures_table(step: PlannedStep, other: PlannedStep) -> Table:
 
 
 def settings_table(step: PlannedStep, other: PlannedStep) -> Table:
-    """One row per setting that differs, by its name in ``ShardingConfig`` or in the plan's ``run``."""
+    """Return a table of the settings in which two steps differ, by field of ``ShardingConfig`` or of the plan's
+    ``run``."""
     rows = [
         (shortened(name), *("-" if each is None else _cell(str(each)) for each in values))
         for name, values in _differing(step, other).items()
@@ -170,7 +172,7 @@ def against_text(step: PlannedStep, other: PlannedStep) -> str:
 
 
 def against_json(step: PlannedStep, other: PlannedStep) -> dict[str, Any]:
-    """``other``'s plan, and the settings that differ, as (this, other) by name."""
+    """Return the plan of ``other``, and the settings that differ: name -> (value of ``step``, value of ``other``)."""
     return {"plan": other.to_json(), "settings": _differing(step, other)}
 
 
@@ -180,7 +182,7 @@ def _names(step: PlannedStep, other: PlannedStep) -> tuple[str, str]:
 
 
 def _cell(text: str) -> str:
-    """Short enough for two of them, and a name, to fit 80 columns."""
+    """Shorten a text so a name and two cells fit into 80 columns."""
     return shortened(text, 20)
 
 

@@ -15,7 +15,7 @@ class Phase(enum.Enum):
 
 
 class Kind(enum.Enum):
-    """A category of a rank's device memory, in the order in which charts stack them."""
+    """A kind of device memory of a rank, in the order in which charts stack them."""
 
     PARAMETERS = "parameters"  # the rank's own shards
     BUFFERS = "buffers"
@@ -42,9 +42,9 @@ class MemorySample(Value):
 
     Args:
         microbatch: Index from 0; -1 in the optimizer's step.
-        event: Index into the ``MicrobatchTrace``; -1 in the optimizer's step.
+        event: Index into the events of the ``MicrobatchTrace``; -1 in the optimizer's step.
         label: A human-readable name of the event.
-        bytes_by_kind: One number per ``Kind``, in its order.
+        bytes_by_kind: One number per ``Kind``, in the order of the enum.
     """
 
     phase: Phase
@@ -71,10 +71,11 @@ class CollectiveCall(Value):
 
     Args:
         op: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast``, ``all_to_all``.
-        num_bytes: The full buffer: the output of an all-gather, the input of a reduce-scatter or an all-reduce.
-        ranks: The group's size.
-        ranks_on_node: How many of them are on this rank's node; 0 if unknown.
-        sample: Index into the timeline at which it is issued.
+        num_bytes: Bytes of the full buffer: the output of an all-gather, the input of a reduce-scatter or an
+            all-reduce.
+        ranks: The size of the group.
+        ranks_on_node: How many ranks of the group are on this rank's node; 0 if unknown.
+        sample: Index of the sample in the timeline during which the collective is issued.
     """
 
     op: str
@@ -89,13 +90,13 @@ class CollectiveCall(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEstimate(Value):
-    """One training step of one rank.
+    """The estimated memory and collectives of one training step on one rank.
 
     Args:
         host_bytes: Host memory per rank, of offloaded parameters, gradients, state and activations.
-        timeline: From the first microbatch's forward to the optimizer's step.
-        calls: In issue order.
-        notes: Assumptions, in full sentences.
+        timeline: Memory samples from the first forward to the optimizer's step.
+        calls: The collectives in the order in which they are issued.
+        notes: Assumptions, as sentences.
 
     Example:
         >>> plan = plan_sharding(nn.Sequential(nn.Linear(1024, 1024)), translate({}, device="cpu").config)

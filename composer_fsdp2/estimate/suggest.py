@@ -1,4 +1,4 @@
-"""Search for the fastest settings with which a run fits a device's memory."""
+"""Search for the fastest settings with which a run fits into a device's memory."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ GAIN = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate(Value):
-    """Scored settings: the seconds and peak memory of a step with their plan."""
+    """Settings, and the estimated duration and peak memory of a step with them."""
 
     settings: Settings
     seconds: float
@@ -32,13 +32,13 @@ class Candidate(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ladder(Value):
-    """Values to try, in order of preference.
+    """The values to try in a search, in order of preference.
 
     Args:
-        shardings: The run's own settings first, then others of ``reshard_after_forward`` and ``replicas``, without CPU
-            offload of parameters.
-        activations: From no block recomputed to all.
-        sizes: Rows of a microbatch, ascending.
+        shardings: Settings without CPU offload: the run's own first, then with other values of
+            ``reshard_after_forward`` and ``replicas``.
+        activations: Activation checkpointing, from no block to all blocks.
+        sizes: Microbatch sizes in rows, ascending.
     """
 
     shardings: tuple[Settings, ...]
@@ -47,7 +47,7 @@ class Ladder(Value):
 
 
 def ladder_of(plan: ShardingPlan, present: Settings, *, rows: int, gpus_per_node: int) -> Ladder:
-    """The values to try for a run.
+    """Return the values to try for a run with the settings ``present``.
 
     Args:
         rows: Rows of a batch on one rank.
@@ -72,7 +72,7 @@ def ladder_of(plan: ShardingPlan, present: Settings, *, rows: int, gpus_per_node
 
 
 def _may_replicate(plan: ShardingPlan) -> bool:
-    """Whether another number of replicas is possible: all units share one mesh with shard and replicate axes only."""
+    """Whether the number of replicas may change: all units use one mesh with only shard and replicate axes."""
     roles = {axis.role for axis in plan.mesh.axes}
     is_plain = roles <= {AxisRole.SHARD, AxisRole.REPLICATE} and not plan.mesh.is_grouped
     return is_plain and plan.config.data_block_size == 1 and all(unit.mesh == plan.mesh for unit in plan.units)
@@ -80,11 +80,11 @@ def _may_replicate(plan: ShardingPlan) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggestions(Value):
-    """The result of a search.
+    """The result of ``suggest_settings``.
 
     Args:
-        proposals: At most three that fit, fastest first; if the run fits, each is faster than the run.
-        nearest: If nothing fits, the candidate with the lowest peak.
+        proposals: At most three candidates that fit, fastest first. If the unmodified run fits, each is faster.
+        nearest: If no candidate fits, the one with the lowest peak.
     """
 
     proposals: tuple[Candidate, ...]
@@ -95,14 +95,14 @@ class Suggestions(Value):
 def suggest_settings(
     present: Candidate, ladder: Ladder, memory_bytes: int, rate: Callable[[Settings], Candidate | None]
 ) -> Suggestions:
-    """Try at most ``MAX_TRIED`` plans, and choose the fastest that fit.
+    """Plan at most ``MAX_TRIED`` settings, and return the fastest that fit.
 
-    First varies each setting alone. Then, from the fastest sharding on, finds the largest microbatch that fits for each
-    level of activation checkpointing. Offloads to the host only if nothing fits.
+    First varies each setting alone. Then, starting with the fastest sharding, finds the largest microbatch that fits
+    for each level of activation checkpointing. Tries CPU offload only if nothing else fits.
 
     Args:
-        memory_bytes: The limit of a plan's peak.
-        rate: Plans and scores settings; returns None if that is impossible.
+        memory_bytes: The limit for the peak memory.
+        rate: Plans settings and estimates their duration and peak; returns None if they cannot be planned.
     """
     search = _Search(present, memory_bytes, rate)
     search.climb(ladder)
@@ -120,7 +120,10 @@ def suggest_settings(
 
 
 def _best(candidates: Sequence[Candidate], present: Settings) -> Iterator[Candidate]:
-    """Yield the fastest, then repeatedly the fastest of those with a lower peak; ties go to the fewest changes."""
+    """Yield the fastest candidate, then repeatedly the fastest of those that need less memory than the last.
+
+    Of candidates with nearly equal duration, the one with the fewest changes is chosen.
+    """
     left = sorted(candidates, key=lambda each: each.seconds)
     while left:
         alike = [each for each in left if each.seconds <= left[0].seconds * (1 + GAIN)]
@@ -163,9 +166,11 @@ class _Search:
             self._climb(sharding, activations or [now.activations], sizes)
 
     def _climb(self, sharding: Settings, activations: Sequence[Activations], sizes: Sequence[int]) -> None:
-        """Grow the microbatch while it fits and gains speed; if it does not fit, recompute more at the same size.
+        """Increase the microbatch while it fits and the step is faster.
 
-        Smaller microbatches are not tried again with more recomputation.
+        If it does not fit, recompute more blocks at the same size.
+
+        With more recomputation, smaller microbatches are not tried again.
         """
         if not self._fits(self._try(replace(sharding, activations=activations[-1], microbatch_size=sizes[0]))):
             return

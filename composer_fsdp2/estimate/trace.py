@@ -1,4 +1,4 @@
-"""Trace the activations of one microbatch: forward and backward of a few blocks on fake tensors."""
+"""Trace the activations of one microbatch: run forward and backward of a few blocks on fake tensors."""
 
 import contextlib
 import itertools
@@ -49,19 +49,20 @@ def trace_microbatch(
 ) -> MicrobatchTrace:
     """Trace one microbatch: the order of FSDP2's hooks, and the model's activation memory between them.
 
-    A copy with the first three blocks of each kind runs forward and backward on fake tensors. Its results are extended
-    to the other blocks, which is exact if equal blocks take equal memory. A model that does not run its blocks
-    sequentially is traced with all of them.
+    Runs forward and backward of a copy with the first three blocks of each kind on fake tensors, and extends the result
+    to the other blocks. This is exact if equal blocks need equal memory. A model whose blocks are not sequential is
+    traced with all blocks.
 
     If the plan is for GPUs, autocast uses CUDA's operator list, attention applies dropout without storing a mask, and
-    offloaded activations count as host memory. This models a GPU; it was not measured on one.
+    offloaded activations count as host memory. This models a GPU and was not measured on one.
 
     Args:
-        model: On any device, including meta; it is not modified.
+        model: The model on any device, including meta. It is not modified.
         plan: The model's plan.
-        loss: Computes the loss of ``rows`` rows of ``tokens`` tokens. Tensors that it stores stay alive in backward.
-        precision: Composer's name; ``amp_...`` runs forward and loss under autocast.
-        num_blocks: Blocks of each kind to run; more take longer with the same result. None: all.
+        loss: Called with (model, rows, tokens); computes the loss of ``rows`` rows of ``tokens`` tokens. Tensors that
+            it stores stay alive in backward.
+        precision: The name of a Composer precision; with ``amp_...``, forward and loss run under autocast.
+        num_blocks: How many blocks of each kind to run; more take longer, with the same result. None: all.
     Raises:
         ConfigError: the precision is unknown.
 
@@ -114,7 +115,8 @@ def _trace(
 
 
 def add_previous_outputs(events: Sequence[StepEvent], plan: ShardingPlan, held: int) -> Iterator[StepEvent]:
-    """Count the outputs of the previous microbatch: ``held`` bytes, alive until this one's forward ends."""
+    """Add the outputs of the previous microbatch: ``held`` bytes, which are alive until the forward of this
+    microbatch ends."""
     roots = {unit.name for unit in plan.roots}
     backward = next(place for place, each in enumerate(events) if each.hook is Hook.PRE_BACKWARD)
     ends = (place for place in range(backward) if events[place].hook is Hook.POST_FORWARD)
@@ -127,9 +129,9 @@ def add_previous_outputs(events: Sequence[StepEvent], plan: ShardingPlan, held: 
 def run_traced(
     model: nn.Module, plan: ShardingPlan, compute: Callable[[nn.Module], Any], lists: Sequence[BlockList] = ()
 ) -> "Recorder":
-    """Run forward and backward of ``model``, with the plan's activation checkpointing, and record the events.
+    """Run forward and backward of ``model`` with the plan's activation checkpointing, and return the recorded events.
 
-    Modifies ``model`` and removes its gradients. Works on real tensors as well.
+    Modifies ``model`` and removes its gradients. Tensors may also be real.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -161,11 +163,11 @@ def run_traced(
 
 
 class Recorder:
-    """Records each hook with the live bytes at it, and the peak and FLOPs until the next one.
+    """Records each hook with the live bytes at the hook, and the peak and FLOPs until the next hook.
 
     Attributes:
-        spans: Of the blocks' forwards and backwards.
-        unfinished: Where the blocks began whose backward has no recorded end.
+        spans: The event ranges of the blocks' forwards and backwards.
+        unfinished: Path -> first event, of blocks whose backward has no recorded end.
         held_bytes: Bytes that stay alive until the next forward ends, such as the loss's outputs.
     """
 
@@ -205,7 +207,7 @@ class Recorder:
         self.events.append(StepEvent(hook=hook, unit=unit, parameter=parameter, live_bytes=live, host_live_bytes=host))
 
     def record_block(self, hook: Hook, path: str, _: str | None) -> None:
-        """Record the hook of a block; the computation after a block is a separate event."""
+        """Record a hook of a block. The computation after a block is recorded as a separate event."""
         self._is_behind_blocks = hook is Hook.POST_FORWARD
         if hook is Hook.PRE_FORWARD:
             self.live.unmark()
@@ -235,7 +237,7 @@ class Recorder:
         self._flops, self._recomputed = self.live.flops, self.live.recomputed_flops
 
     def _remove_gradient(self, parameter: nn.Parameter) -> None:
-        """Remove a gradient, which counts as state from here on, not as an activation."""
+        """Remove the gradient of a parameter, so it is not counted as an activation: the replay counts gradients."""
         gradient = parameter.grad
         if gradient is None:
             return
@@ -248,12 +250,13 @@ class Recorder:
 
 
 class ShownParameters:
-    """Swaps a unit's parameters as its hooks do: in ``param_dtype`` while unsharded, else in their own dtype.
+    """Replaces a unit's parameters when its hooks run: by ones in ``param_dtype`` while the unit is unsharded, else in
+    the original dtype.
 
-    This matters to PEFT, which casts an adapter's input to the adapter's dtype before its unit is unsharded.
+    PEFT depends on this: it casts the input of an adapter to the adapter's dtype before the unit is unsharded.
 
     Args:
-        model: With all parameters unsharded.
+        model: The model with all parameters unsharded.
     """
 
     def __init__(self, model: nn.Module, plan: ShardingPlan) -> None:
@@ -282,7 +285,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "moe_num_experts", "n_routed_exp
 
 
 def num_experts(model: nn.Module) -> int:
-    """The number of experts in a layer of the model; 1 without any."""
+    """Return the number of experts in a layer of the model, from its configuration; 1 if it has no experts."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     for part in (part for config in configs for part in (config, getattr(config, "ffn_config", None))):
         for name in _EXPERTS:
@@ -293,7 +296,8 @@ def num_experts(model: nn.Module) -> int:
 
 
 def _dtypes(plan: ShardingPlan) -> Callable[[str, torch.Tensor], torch.dtype]:
-    """Map a name and tensor to the dtype in the run, of an unsharded parameter or a buffer."""
+    """Return a function that maps a name and tensor to its dtype in the run: of the unsharded parameter, or of the
+    buffer."""
     of_parameters = {
         name: unit.mixed_precision.param_dtype for unit in plan.units for spec in unit.parameters for name in spec.names
     }
@@ -312,7 +316,7 @@ def _dtypes(plan: ShardingPlan) -> Callable[[str, torch.Tensor], torch.dtype]:
 
 @contextlib.contextmanager
 def _casts_at_units(model: nn.Module, plan: ShardingPlan) -> Iterator[None]:
-    """Cast the units' inputs and outputs as ``fully_shard`` does under mixed precision."""
+    """In the block, cast the units' inputs and outputs as ``fully_shard`` does with mixed precision."""
     with contextlib.ExitStack() as handles:
         for unit in plan.units:
             precision = unit.mixed_precision

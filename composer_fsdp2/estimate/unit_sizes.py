@@ -1,4 +1,4 @@
-"""The sizes of one unit's parameters on one rank: sharded, unsharded, and as gradients."""
+"""Compute the sizes of a unit's parameters and gradients on one rank: sharded and unsharded."""
 
 import math
 from dataclasses import dataclass
@@ -13,13 +13,14 @@ from composer_fsdp2.sharding.plan import ParameterSpec, ShardUnit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSizes:
-    """One parameter on one rank, in elements.
+    """The sizes of one parameter on one rank, in elements.
 
     Args:
-        full: The full (unsharded) parameter; the rank's part if tensor parallelism sharded it first.
-        part: The part that the rank gathers; the mean over ranks if each gathers only its own experts.
-        padded_shard: The local shard with padding: ``fully_shard`` pads dim 0.
-        own_shard: The local shard without padding, as large as the optimizer's state for it.
+        full: The unsharded parameter. Of a TP-sharded one, this rank's part.
+        part: The elements that the rank all-gathers. If each rank all-gathers only its own experts, the mean over
+            ranks.
+        padded_shard: The local shard with the padding of dim 0 by ``fully_shard``.
+        own_shard: The local shard without padding, which is the size of a state tensor of the optimizer.
     """
 
     name: str
@@ -32,14 +33,16 @@ class ParameterSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSizes:
-    """One unit on one rank.
+    """The sizes and groups of one unit on one rank.
 
     Args:
-        shard_ranks: The ranks over which its parameters are sharded.
-        replica_ranks: The ranks with the same shards; () if its mesh has no replicate axis.
-        stays_gathered: Not resharded after forward, as every root in torch.
-        ranks_after_forward: The size of the shard group between forward and backward, if resharded.
-        param_bytes, reduce_bytes, own_bytes: Per element: unsharded, reduced, and sharded.
+        shard_ranks: The ranks over which the unit's parameters are sharded.
+        replica_ranks: The ranks that have the same shards; () if the mesh has no replicate axis.
+        stays_gathered: Whether the unit is not resharded after forward; always true for a root, as in torch.
+        ranks_after_forward: The size of the group over which the unit is sharded between forward and backward, if it is
+            resharded.
+        param_bytes, reduce_bytes, own_bytes: Bytes per element of unsharded parameters, of reduced gradients, and of
+            sharded parameters.
     """
 
     name: str
@@ -71,7 +74,8 @@ class UnitSizes:
         return any(each.part < each.full for each in self.parameters)
 
     def gathered(self, each: ParameterSizes) -> int:
-        """Elements of an unsharded parameter: all padded shards, or the gathered part without padding."""
+        """The elements that the rank allocates to all-gather a parameter: all padded shards, or the gathered part
+        without padding."""
         return each.part if self.exchanges else each.padded_shard * self.num_ranks
 
     @property
@@ -80,7 +84,7 @@ class UnitSizes:
 
 
 def unit_sizes(unit: ShardUnit, *, rank: int, world_size: int) -> UnitSizes:
-    """The sizes of a unit on one rank; its mesh must be resolved."""
+    """Return the sizes of a unit on one rank. The unit's mesh must be resolved."""
     shard_ranks = members(unit.mesh, AxisRole.SHARD, rank, world_size)
     place, num_ranks = shard_ranks.index(rank), len(shard_ranks)
     sizes = tuple(_parameter_sizes(spec, unit.mesh, place, num_ranks, rank, world_size) for spec in unit.parameters)
@@ -132,7 +136,7 @@ def stored_in_full(spec: ParameterSpec) -> ParameterSizes:
 
 
 def shape_before_sharding(spec: ParameterSpec, mesh: MeshSpec, rank: int, world_size: int) -> tuple[int, ...]:
-    """The shape of a parameter on one rank after tensor or expert parallelism, before FSDP shards it."""
+    """Return the shape of a parameter on one rank after TP- or EP-sharding, before FSDP shards it."""
     placement = spec.tensor_placement
     if not isinstance(placement, Shard):
         return spec.shape

@@ -2,9 +2,9 @@
 
     from composer_fsdp2.fsdp import FullyShardedDataParallel as FSDP
 
-replaces the same import from ``torch.distributed.fsdp``. Policies, enums and configs are torch's own objects. Requires
-only torch. Import it before optimizers are created: later optimizers are tracked, and updated when their parameters
-are sharded.
+replaces the same import from ``torch.distributed.fsdp``. Policies, enums and configs are torch's own objects. The
+package requires only torch. Import the class before creating optimizers: optimizers created after the import are
+tracked, and rebound to the sharded parameters when a model is wrapped.
 """
 
 from typing import TYPE_CHECKING
@@ -56,9 +56,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> type:
-    """The class, on its first import by a script: optimizers created afterwards are tracked.
+    """Import the class lazily, and track optimizers created after this import.
 
-    Importing other modules of this package, as compat does, does not track optimizers.
+    An import of another module of this package, as in ``composer_fsdp2.compat``, does not track optimizers.
     """
     if name != "FullyShardedDataParallel":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Translate the arguments of FSDP1's constructor, with the same table as an ``fsdp_config``."""
+"""Translate the arguments of FSDP1's constructor, with the table that also translates an ``fsdp_config``."""
 
 import contextlib
 import functools
@@ -37,13 +37,13 @@ def translate_arguments(
     use_orig_params: bool,
     device_mesh: DeviceMesh | None,
 ) -> Translation:
-    """The sharding configuration of one FSDP instance; the arguments are those of ``FullyShardedDataParallel``.
+    """Return the FSDP2 configuration for the arguments of one ``FullyShardedDataParallel`` call.
 
     Raises:
         ConfigError: contradictory arguments or wrong types, all in one message.
         UnsupportedError: an argument that ``fully_shard`` does not support; names the alternative.
 
-    Reads only; does not communicate. Called by the constructor on every rank.
+    Called by the constructor on all ranks; does not communicate or modify the module.
     """
     strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
     given = {
@@ -89,7 +89,10 @@ _PATIENCE_S = 60.0
 
 @contextlib.contextmanager
 def warns_of_absent_ranks(process_group: Any) -> Iterator[None]:
-    """Log a warning if ranks outside of ``process_group`` do not call the constructor, which waits for them."""
+    """In the block, warn if ranks outside of ``process_group`` do not call the constructor within a minute.
+
+    The constructor waits for all ranks of the default group; FSDP1 waited only for those in ``process_group``.
+    """
     if not isinstance(process_group, dist.ProcessGroup) or process_group.size() == dist.get_world_size():
         yield
         return
@@ -128,7 +131,7 @@ def _ranks(strategy: ShardingStrategy, process_group: Any, mesh: DeviceMesh | No
 
 
 def _device_type(module: nn.Module, device_id: int | str | torch.device | None, mesh: DeviceMesh | None) -> str:
-    """The device type for training: explicit, else that of the parameters, else the accelerator."""
+    """Return the device type to train on: that of ``device_id``, else of the parameters, else the accelerator."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if isinstance(device_id, int):
         device_id = torch.device(accelerator.type if accelerator is not None else "cpu", device_id)
@@ -150,12 +153,12 @@ def _device_type(module: nn.Module, device_id: int | str | torch.device | None, 
 def ignored_states(
     module: nn.Module, ignored_modules: Iterable[nn.Module] | None, states: Iterable[Any] | None
 ) -> tuple[set[nn.Module], set[nn.Parameter]]:
-    """The ignored modules with all their submodules, and the ignored parameters, including those of ignored modules.
+    """Return the ignored modules with all submodules, and the ignored parameters with those of ignored modules.
 
     Args:
         states: FSDP1's ``ignored_states``: modules, or parameters.
     Raises:
-        ConfigError: both arguments are set, or one contains another type, or an FSDP instance.
+        ConfigError: both arguments are set, or one contains an FSDP instance or an object of the wrong type.
         PlanError: the wrapped module itself is ignored.
     """
     given, others = list(ignored_modules or ()), list(states or ())

@@ -10,10 +10,10 @@ from composer_fsdp2._torch.private_names import FSDP1Wrapper
 
 @functools.cache
 def patch_dcp(ours: type[nn.Module]) -> None:
-    """Make ``get_state_dict`` and related functions omit the wrapper from names, as for FSDP1's class.
+    """Make DCP's ``get_state_dict`` and related functions omit the wrapper's prefix from FQNs, as for FSDP1's class.
 
-    FSDP1's static methods are not patched: they find no FSDP1 instance, so the functions use their code path for
-    ``fully_shard``. Called when the first instance of ``ours`` is created.
+    FSDP1's static methods are not patched. They find no FSDP1 instance, so DCP takes its code path for ``fully_shard``.
+    Called before a module is sharded; does not communicate.
     """
     from torch.distributed.checkpoint import state_dict  # slow to import
 

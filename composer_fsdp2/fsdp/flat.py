@@ -12,10 +12,11 @@ REPLACEMENT = "read model.named_parameters(), DTensors, and within FSDP.summon_f
 
 
 class FlatView:
-    """A unit's parameters, with the attributes of ``FlatParameter`` and ``FlatParamHandle`` that accelerate uses.
+    """A view of a unit's parameters with those attributes of ``FlatParameter`` and ``FlatParamHandle`` that accelerate
+    uses.
 
-    ``view.data = view.data.to(dtype)`` casts the unit's parameters. accelerate does so before the first forward, if
-    mixed precision is used with low-precision parameters.
+    ``view.data = view.data.to(dtype)`` casts the unit's parameters. accelerate runs this before the first forward, to
+    upcast low-precision parameters for mixed precision.
     """
 
     def __init__(self, unit: Any, dtype: torch.dtype | None = None) -> None:

@@ -23,7 +23,8 @@ _imported: set[str] = set()
 
 
 class InstalledFSDP:
-    """The result of ``install_fsdp``; ``uninstall``, or the end of a with block, undoes it."""
+    """The handle that ``install_fsdp`` returns. ``uninstall()``, or leaving its ``with`` block, restores torch's
+    classes."""
 
     def __init__(self, *, show_units: bool) -> None:
         note_optimizers()
@@ -35,9 +36,9 @@ class InstalledFSDP:
         _active.append(self)
 
     def uninstall(self) -> None:
-        """Restore torch's classes, also in modules imported since. Existing models are not changed.
+        """Restore torch's classes, also in modules imported after ``install_fsdp``. Existing models are not changed.
 
-        Within another ``install_fsdp``, the classes stay replaced until that is uninstalled.
+        If ``install_fsdp`` was called several times, the last ``uninstall`` restores them. Does not communicate.
         """
         if self not in _active:
             return
@@ -66,11 +67,11 @@ class InstalledFSDP:
 def install_fsdp(*, show_units: bool = False) -> InstalledFSDP:
     """Replace ``FullyShardedDataParallel`` and ``ShardedGradScaler`` of torch at all their bindings.
 
-    Call it on every rank before the script's or library's own code, and before optimizers are created; or use ``with
-    install_fsdp():``. Modules imported later get the replacements, too. Does not communicate.
+    Call it on all ranks before the script's or library's code, and before optimizers are created; or use ``with
+    install_fsdp():``. Modules imported later also import the replacements. Does not communicate.
 
     Args:
-        show_units: Print the name of each unit on rank 0 at the first forward, not the number of units alone.
+        show_units: At the first forward, rank 0 prints the name of each unit. False prints only the number of units.
 
     Example:
         >>> with install_fsdp():
@@ -87,7 +88,9 @@ def active_fsdp_class() -> type:
 
 
 def _rebind(classes: dict[type, type], without: Collection[str] = ()) -> Iterator[tuple[ModuleType, str]]:
-    """Rebind classes in all modules except this package's and those in ``without``; yield each module and name."""
+    """Replace classes in all loaded modules except this package's and those in ``without``; yield each changed module
+    and name.
+    """
     by_id = {id(old): new for old, new in classes.items()}  # some values warn on attribute access
     for path, module in list(sys.modules.items()):
         if path in without or path.partition(".")[0] == "composer_fsdp2" or not isinstance(module, ModuleType):

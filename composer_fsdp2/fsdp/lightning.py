@@ -7,10 +7,10 @@ from torch import nn
 
 
 def patch_lightning(ours: type[nn.Module]) -> None:
-    """Make Lightning load full checkpoints into ``ours`` as into FSDP1's class.
+    """Make Lightning load a full checkpoint into an instance of ``ours`` as it does for FSDP1's class.
 
-    Lightning assumes that a model with DTensors uses its FSDP2 strategy, and would look up checkpoint entries by the
-    names of wrapped modules. Called when an instance is created, which Lightning does after its own imports.
+    Lightning takes every model with DTensors for one of its FSDP2 strategy, and would then use FQNs with the wrapper's
+    prefix, which a checkpoint does not have. Called when an instance is sharded, because Lightning is imported by then.
     """
     for package in ("lightning.fabric", "lightning_fabric"):
         module: Any = sys.modules.get(f"{package}.strategies.model_parallel")

@@ -1,7 +1,8 @@
-"""Optimizers created before wrapping. With ``use_orig_params=True``, FSDP1 preserves the parameter objects.
+"""Rebind optimizers that were created before wrapping to the sharded parameters.
 
-``fully_shard`` registers new parameters. Therefore each optimizer is tracked from its constructor on, and found by its
-parameters when these are sharded.
+FSDP1 with ``use_orig_params=True`` keeps the parameter objects, so an earlier optimizer remains valid. ``fully_shard``
+registers new parameters. Optimizers are therefore tracked from their creation, and those with a parameter of the
+wrapped module are updated when it is sharded.
 """
 
 import functools
@@ -29,11 +30,11 @@ _MARK = "_composer_fsdp2_sharded_as"
 
 @functools.cache
 def note_optimizers() -> None:
-    """Track all optimizers that this process creates from now on.
+    """Track all optimizers that this process creates after this call.
 
     Called when a script imports the class, and by ``install_fsdp``. Wraps ``torch.optim.Optimizer.add_param_group``,
-    which every optimizer calls for each group; torch has no hook for the construction. Also wraps ``zero_grad``, to
-    clear unreduced gradients of microbatches under ``no_sync``.
+    which every constructor calls; torch has no hook for constructors. Also wraps ``zero_grad``, which then clears
+    gradients accumulated under ``no_sync``.
     """
     original = torch.optim.Optimizer.add_param_group
     original_zero_grad = torch.optim.Optimizer.zero_grad
@@ -56,24 +57,27 @@ def note_optimizers() -> None:
 
 
 def optimizer_rebindings(model: nn.Module) -> list[Callable[[], None]]:
-    """Functions to call after ``model`` is sharded: each rebinds a tracked optimizer to the new parameters.
+    """Return functions to call after ``model`` is sharded. Each rebinds one tracked optimizer to the new parameters.
 
-    Existing optimizer state is sharded like its parameters. Neither this nor the functions communicate; call them on
-    all ranks.
+    Existing optimizer state is sharded like its parameter. Called on all ranks; neither this nor the functions
+    communicate.
     """
     own = set(model.parameters())
     return [rebinding(model, optimizer) for optimizer in list(_NOTED) if not own.isdisjoint(_parameters_of(optimizer))]
 
 
 def note_accumulation(instance: nn.Module) -> None:
-    """Track an instance with gradients that are reduced in a later backward."""
+    """Track an FSDP instance that may have gradients accumulated under ``no_sync``."""
     _ACCUMULATING.add(instance)
 
 
 def clear_accumulated(parameters: Iterable[nn.Parameter]) -> None:
-    """Discard the gradients of backwards under ``no_sync``. FSDP1 stores them in ``.grad``, ``fully_shard`` does not.
+    """Discard gradients that were accumulated under ``no_sync``.
 
-    Otherwise an abandoned step (non-finite loss, end of an epoch) would add them to the next one. Does not communicate.
+    FSDP1 stores them in ``.grad``; ``fully_shard`` does not.
+
+    If a step is abandoned (non-finite loss, end of an epoch), they would otherwise be added to the next step's
+    gradients. Does not communicate.
     """
     cleared = set(parameters)
     for unit, _ in _waiting():
@@ -81,9 +85,12 @@ def clear_accumulated(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def refuse_accumulated(parameters: Iterable[nn.Parameter], call: str) -> None:
-    """Raise if gradients of these parameters are unreduced until a backward outside of ``no_sync``.
+    """Raise if ``parameters`` have gradients accumulated under ``no_sync`` that no later backward has reduced.
 
-    ``call`` would find no gradients, or only those of earlier backwards.
+    Args:
+        call: The caller's name for the message. It would find no gradients, or only those of earlier backwards.
+    Raises:
+        CallError: names ``call``.
     """
     if any(not set(waiting).isdisjoint(parameters) for _, waiting in _waiting()):
         raise CallError(
@@ -93,7 +100,10 @@ def refuse_accumulated(parameters: Iterable[nn.Parameter], call: str) -> None:
 
 
 def _waiting() -> list[tuple[FSDPModule, list[nn.Parameter]]]:
-    """Units with parameters whose gradients are unreduced; instances without any are no longer tracked."""
+    """Return the units whose gradients are not all reduced yet, with their parameters.
+
+    Stops tracking instances in which all gradients are reduced.
+    """
     found: list[tuple[FSDPModule, list[nn.Parameter]]] = []
     for instance in list(_ACCUMULATING):
         units = [(unit, unreduced_parameters(unit)) for unit in distinct_units(instance.modules())]
@@ -105,13 +115,13 @@ def _waiting() -> list[tuple[FSDPModule, list[nn.Parameter]]]:
 
 
 def mark_replaced(names: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Mark parameters that were replaced by shards, for optimizers and modules that still refer to them."""
+    """Mark the original parameters after sharding, to detect optimizers and modules that still refer to them."""
     for name, parameter in names:
         setattr(parameter, _MARK, name)
 
 
 def sharded_name(parameter: nn.Parameter) -> str | None:
-    """The name of a parameter that was replaced by a shard; None for any other."""
+    """Return the name of a parameter that ``mark_replaced`` marked; None for any other."""
     return getattr(parameter, "__dict__", {}).get(_MARK)
 
 
@@ -120,8 +130,14 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def _check_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
-    """Raise if a step would not train: for an optimizer that was created before this module was imported, before its
-    first step, and with unreduced gradients."""
+    """Raise if ``optimizer.step()`` would not train the sharded parameters. Runs before the step.
+
+    Raises:
+        PlanError: the optimizer still has the original parameters, because it was created before this module was
+            imported. Checked once.
+        CallError: gradients accumulated under ``no_sync`` are not reduced yet. Checked at each step.
+        UnsupportedError: see ``_refuse_unfit``.
+    """
     if torch.compiler.is_compiling():  # torch.compile cannot trace these weak references
         return
     if _ACCUMULATING:
@@ -139,7 +155,7 @@ def _check_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
 
 
 def _refuse_unfit(optimizer: torch.optim.Optimizer) -> None:
-    """Raise for optimizers with norms, products or masks that torch does not compute correctly on DTensors.
+    """Raise UnsupportedError for optimizers whose norms, products or masks torch computes incorrectly on DTensors.
 
     Adafactor scales by ``parameter.norm().item()``, which in torch 2.7 is the norm of this rank's rows: each rank uses
     a different step size, without an error. FSDP1 used the norm of this rank's part of a flat parameter, so neither

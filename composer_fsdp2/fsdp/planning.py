@@ -1,4 +1,4 @@
-"""The plan for one call of FSDP1's constructor: each FSDP instance that it creates is a unit."""
+"""Plan one call of FSDP1's constructor: each FSDP instance that the call creates is a unit."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
@@ -34,16 +34,17 @@ def plan_instances(
     ignored_modules: set[nn.Module],
     ignored_parameters: set[nn.Parameter],
 ) -> ShardingPlan:
-    """Choose the units of ``root``, an FSDP instance that is not sharded yet, without touching it.
+    """Plan the units of ``root``, an FSDP instance that is not sharded yet, without modifying it.
 
     Args:
         root: The outermost of the new instances.
-        configs: Each new instance with its configuration, ``root`` among them.
-        sharded: The instances of earlier calls below ``root``; they keep their units.
+        configs: The configuration of each new instance, including ``root``.
+        sharded: Instances of earlier calls below ``root``; they remain units.
         ignored_modules, ignored_parameters: Neither sharded nor reduced.
     Raises:
         PlanError: a parameter is shared between two units, or cannot be sharded.
-        UnsupportedError: ``keep_low_precision_grads`` beside another parameter dtype; tensor parallelism.
+        UnsupportedError: ``keep_low_precision_grads`` with parameters of another dtype, or parameters that are
+            TP-sharded.
 
     Every rank must call this with the same model; it does not communicate.
     """
@@ -71,7 +72,10 @@ def _overrides(config: ShardingConfig, own: ShardingConfig) -> UnitOverrides:
 def _select(
     root: nn.Module, overrides: Mapping[str, UnitOverrides], sharded: set[nn.Module], ignored: set[nn.Parameter]
 ) -> Selection:
-    """Exactly the instances as units; one without parameters is a unit, too, because its class has a unit's methods."""
+    """Select exactly the FSDP instances as units.
+
+    An instance without parameters is a unit too, because its class has the methods of a unit.
+    """
     before = {each for module in sharded for each in module.parameters() if isinstance(each, DTensor)}
     uses = [use for use in parameter_uses(root) if use.parameter not in before]
     if parallelized := [use.name for use in uses if isinstance(use.parameter, DTensor)]:
@@ -108,8 +112,10 @@ def _select(
 def initializers_of(
     root: nn.Module, param_init_fns: Mapping[nn.Module, Callable[[nn.Module], object] | None]
 ) -> Callable[[nn.Module, str], Callable[[], object] | None]:
-    """Initialisation of modules on the meta device: the innermost instance's ``param_init_fn``, or the module's
-    ``reset_parameters``."""
+    """Return a function that maps a module on the meta device and its path to its initialisation function.
+
+    This is ``param_init_fn`` of the innermost enclosing instance, else the module's ``reset_parameters``, else None.
+    """
     paths = {module: path for path, module in root.named_modules()}
     by_path = {paths[instance]: function for instance, function in param_init_fns.items()}
 

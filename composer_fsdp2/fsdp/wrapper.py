@@ -66,25 +66,26 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
     """``torch.distributed.fsdp.FullyShardedDataParallel`` on FSDP2, with the same arguments, methods, names and
     results.
 
-    Each instance is one FSDP2 unit with the parameters below ``module``, without those of nested instances. An
-    optimizer created before wrapping is rebound to the sharded parameters.
+    Each instance is one FSDP2 unit: the parameters below ``module``, except those of nested instances. An optimizer
+    created before wrapping is rebound to the sharded parameters.
 
     Args:
         module: The module to wrap. Parameters may be on the meta device.
-        process_group: The ranks that shard; a pair (shard, replicate) for the hybrid strategies, whose default is by
-            node. All ranks must call the constructor, each with its own group.
+        process_group: The group over which parameters are sharded; a pair (shard, replicate) for the hybrid strategies,
+            by default within and across nodes. All ranks must call the constructor, each with its own group.
         sharding_strategy: Default FULL_SHARD.
-        cpu_offload: Parameters, gradients and optimizer state in host memory.
+        cpu_offload: Store parameters, gradients and optimizer state in host memory.
         auto_wrap_policy: Selects submodules to wrap, in any of torch's forms.
-        backward_prefetch: BACKWARD_POST is carried out as BACKWARD_PRE; None disables prefetching.
-        mixed_precision: FSDP1's; ``keep_low_precision_grads`` is an error, unless parameters have that dtype.
+        backward_prefetch: BACKWARD_POST has the effect of BACKWARD_PRE; None disables prefetching.
+        mixed_precision: FSDP1's ``MixedPrecision``. ``keep_low_precision_grads`` is an error unless parameters have the
+            low-precision dtype.
         ignored_modules, ignored_states: Modules or parameters that are neither sharded nor reduced.
         param_init_fn: Called with each module that owns a meta tensor, instead of its ``reset_parameters``; it must
             also materialise the module (``to_empty``).
         device_id: The device to which the module is moved; default the device of its parameters, else the accelerator.
         sync_module_states: Broadcast parameters and buffers from the first rank of each group.
         forward_prefetch, limit_all_gathers: As in FSDP1; FSDP2 always limits all-gathers.
-        use_orig_params: False trains like True; logged once.
+        use_orig_params: False has the effect of True; logged once.
         device_mesh: Instead of process_group; 2-D (replicate, shard) for the hybrid strategies.
     Raises:
         ConfigError: contradictory or invalid arguments, or no process group. Also a ValueError.
@@ -178,13 +179,16 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The ranks that shard its parameters; under NO_SHARD those that replicate them."""
+        """The group over which parameters are sharded; under NO_SHARD, the group over which they are replicated."""
         found = group_of_unit(self, replicas=self.sharding_strategy is ShardingStrategy.NO_SHARD)
         return found or cast(dist.ProcessGroup, dist.group.WORLD)
 
     @property
     def _inter_node_pg(self) -> dist.ProcessGroup | None:
-        """The ranks that replicate its shards; Composer and others read it under the hybrid strategies."""
+        """The group over which this unit's shards are replicated; None without one.
+
+        Composer and others read it with hybrid strategies.
+        """
         return group_of_unit(self, replicas=True)
 
     @property
@@ -246,7 +250,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             return super().apply(fn)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Within ``summon_full_params`` the names are those of the unwrapped module, as under FSDP1."""
+        """As in ``nn.Module``. Within ``summon_full_params``, names have no wrapper prefixes, as under FSDP1."""
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield self._shown_name(name), parameter
 
@@ -260,13 +264,12 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         return name.replace(_PREFIX, "") if is_summoned else name
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients to a norm of at most ``max_norm``; return the norm before, a scalar.
+        """Clip the total norm of all gradients to ``max_norm``; return the norm before clipping as a scalar tensor.
 
         The result has the dtype of the gradients, as in FSDP1.
 
         Raises:
-            CallError: another instance contains this one, or gradients are unreduced until a backward outside of
-                ``no_sync``.
+            CallError: this instance is not the root, or gradients accumulated under ``no_sync`` are not reduced yet.
 
         Called on all ranks; all-reduces one number.
         """
@@ -277,17 +280,18 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         return norm.to(functools.reduce(torch.promote_types, dtypes)) if dtypes else norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, including unreduced ones of backwards under ``no_sync``, as an optimizer's ``zero_grad``
-        does."""
+        """Clear all gradients, including those accumulated under ``no_sync``. Does not communicate."""
         super().zero_grad(set_to_none)
         clear_accumulated(self.parameters())
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """In the block, backwards accumulate unsharded gradients; the first backward after it reduces them.
+        """Accumulate unsharded gradients in all backwards of the block.
+
+        The first backward after the block reduces them.
 
         Raises:
-            CallError: another instance contains this one.
+            CallError: this instance is not the root.
         """
         self._require_root("no_sync")
         note_accumulation(self)
@@ -344,7 +348,7 @@ def _instances(module: nn.Module) -> list[FullyShardedDataParallel]:
 
 
 def _ignored(module: nn.Module, modules: Iterable[nn.Module] | None, states: Iterable[Any] | None) -> _Ignored:
-    """The ignored modules and parameters, those of nested instances too, as under FSDP1."""
+    """Return the ignored modules and parameters of an instance, including those of nested instances, as under FSDP1."""
     found = [read_ignored(module, modules, states), *(each._fsdp_ignored for each in _instances(module))]
     return set().union(*(each[0] for each in found)), set().union(*(each[1] for each in found))
 
@@ -352,9 +356,9 @@ def _ignored(module: nn.Module, modules: Iterable[nn.Module] | None, states: Ite
 def _wrap_by_policy(
     made: list[FullyShardedDataParallel], module: nn.Module, policy: Any, arguments: dict[str, Any]
 ) -> None:
-    """Wrap the modules below ``module`` that the policy selects; add the new instances, not sharded yet, to ``made``.
+    """Wrap the modules below ``module`` that the policy selects, and append the new instances to ``made``.
 
-    Does not communicate.
+    The new instances are not sharded yet. Does not communicate.
     """
     if _instances(module):
         raise PlanError("auto_wrap_policy: module contains an FSDP instance already; wrap all of them by hand")
@@ -369,7 +373,7 @@ def _wrap_by_policy(
 
 
 def _unwrap(module: nn.Module, made: Collection[nn.Module]) -> None:
-    """Restore the wrapped modules in place of instances that are not sharded."""
+    """Undo wrapping after an error: put the wrapped modules back instead of the instances in ``made``."""
     for parent in list(module.modules()):
         for name, child in parent.named_children():
             if child in made:
@@ -392,7 +396,10 @@ def _plan(made: list[FullyShardedDataParallel]) -> ShardingPlan:
 
 
 def _shard(made: list[FullyShardedDataParallel], plan: ShardingPlan, mesh: DeviceMesh | None) -> None:
-    """Apply the plan; then rebind optimizers. Called on all ranks, after they compared their plans."""
+    """Apply the plan to the instances in ``made``, then rebind optimizers.
+
+    Called on all ranks, after they have compared their plans.
+    """
     root = made[0]
     follow = optimizer_rebindings(root)
     names = [spec.name for unit in plan.units for spec in unit.parameters]
@@ -455,6 +462,6 @@ def _add_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *unu
 
 
 def _clean_keys(module: nn.Module, incompatible_keys: Iterable[list[str]]) -> None:
-    """Remove prefixes of wrappers from the keys that ``load_state_dict`` returns, or reports in its error."""
+    """Remove wrapper prefixes from the keys that ``load_state_dict`` returns or names in its error."""
     for keys in incompatible_keys:
         keys[:] = map(without_wrappers, keys)

@@ -1,4 +1,4 @@
-"""FSDP1's attributes and methods on modules sharded by ``fully_shard``, for scripts written for FSDP1."""
+"""Add FSDP1's attributes and methods to modules sharded by ``fully_shard``, for scripts written for FSDP1."""
 
 import contextlib
 import dis
@@ -37,16 +37,17 @@ _ROOTS: WeakSet[nn.Module] = WeakSet()
 def add_fsdp1_attributes(model: nn.Module) -> None:
     """Add FSDP1's attributes and methods (``_TABLE``) to the units of ``model``.
 
-    The first use of each logs its replacement. A name that the user's class or one of its modules defines is not
+    The first use of each attribute logs its replacement. Attributes that the user's class or module defines are not
     replaced.
 
     [Note: attribute access] ``unit.module`` returns the unit itself, so a loop that unwraps while a module has
     ``module`` would not terminate (transformers' ``unwrap_model``, accelerate's with ``recursive=True``, and many
-    scripts). All of them check with ``hasattr`` or ``getattr`` first. ``module`` and ``_fsdp_wrapped_module`` are
-    therefore found only by attribute syntax (``unit.module``), not by these functions.
+    scripts). All of them check with ``hasattr`` or ``getattr`` first. ``unit.module`` and ``unit._fsdp_wrapped_module``
+    therefore work, but ``hasattr`` and ``getattr`` do not find these names.
 
-    The attributes are added to the class that ``fully_shard`` creates, not to the modules: they are not children, are
-    not in state dicts, and are not copied. Called by ``prepare_fully_shard`` on all ranks; does not communicate.
+    The attributes are added to the class that ``fully_shard`` creates, not to the modules. They are therefore not
+    children, not in state dicts, and not copied with a module. Called by ``prepare_fully_shard`` on all ranks; does not
+    communicate.
     """
     _ROOTS.update(root for _, root in sharded_roots(model))
     for unit in model.modules():
@@ -76,7 +77,10 @@ def log_replacement(name: str, instead: str) -> None:
 
 
 class _FSDP1Attribute:
-    """A class attribute that is used only if the module does not define the name itself."""
+    """A descriptor for one attribute of FSDP1.
+
+    If the module defines the name itself, the module's value is returned.
+    """
 
     def __init__(self, name: str, value: Callable[[nn.Module], Any], instead: str, only_attribute_access: bool) -> None:
         self.name, self.value, self.instead, self.only_attribute_access = name, value, instead, only_attribute_access
@@ -97,7 +101,9 @@ class _FSDP1Attribute:
 
 
 def _is_attribute_access(caller: FrameType) -> bool:
-    """Whether the caller's source reads ``x.name``, not ``hasattr(x, "name")``; see [Note: attribute access]."""
+    """Whether the caller executes ``x.name``, and not ``hasattr(x, "name")`` or ``getattr``; see [Note: attribute
+    access].
+    """
     return dis.opname[caller.f_code.co_code[caller.f_lasti]] in ("LOAD_ATTR", "LOAD_METHOD")
 
 
@@ -107,7 +113,7 @@ _ENDLESS_READS, _ENDLESS_S = 100_000, 10.0
 
 
 def _refuse_endless(caller: FrameType, name: str) -> None:
-    """Raise in a loop ``while isinstance(m, FullyShardedDataParallel): m = m.module``, which would not terminate."""
+    """Raise CallError in an infinite loop ``while isinstance(m, FullyShardedDataParallel): m = m.module``."""
     global _last_read
     place = (id(caller), caller.f_lasti)
     before, count, since = _last_read
@@ -120,7 +126,8 @@ def _refuse_endless(caller: FrameType, name: str) -> None:
 
 
 def _wrapped(unit: nn.Module) -> nn.Module:
-    """Like FSDP1's ``module``, which also unwraps a checkpointing wrapper (``_fsdp_wrapped_module`` does not)."""
+    """Return the value of ``unit.module``: the unit itself, without an activation checkpointing wrapper, as in
+    FSDP1."""
     inside: nn.Module = unit._checkpoint_wrapped_module if isinstance(unit, ActivationWrapper) else unit
     return inside
 
@@ -167,7 +174,8 @@ def _require_root(unit: nn.Module, name: str) -> nn.Module:
 
 
 def _refuse_saving_shards(cls: type) -> None:
-    """Make ``save_pretrained`` of a sharded class reject shards: Hugging Face would save only this rank's."""
+    """Make ``save_pretrained`` of a sharded class raise for DTensors: Hugging Face would save only this rank's
+    shards."""
     original: Any = getattr(cls, "save_pretrained", None)
     if not callable(original) or hasattr(original, "refuses_shards"):
         return

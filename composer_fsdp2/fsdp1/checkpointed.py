@@ -1,4 +1,4 @@
-"""Select the modules to recompute or offload: by the model's hooks, or by class."""
+"""Select the modules whose activations are recomputed or offloaded: by the model's hooks, or by class."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,7 +21,10 @@ _POLICY = "activation_checkpointing_policy"
 def choose_checkpointed(
     model: nn.Module, modules: Mapping[str, nn.Module], config: ShardingConfig, roots: Mapping[str, nn.Module]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The paths of the modules to recompute or offload, and notes on the classes that select them."""
+    """Return the paths of the modules to recompute or offload, and lines for the report.
+
+    The lines name hooks that the configuration replaces, and classes without a selected module.
+    """
     if not config.activation_checkpointing.enabled:
         return (), ()
     names = config.activation_checkpointing.classes
@@ -39,10 +42,10 @@ def choose_checkpointed(
 def select_checkpointed(
     model: nn.Module, check_fn: CheckFn | None = None, *, below_unwrapped: bool = False
 ) -> list[str]:
-    """The paths of modules that the model's hooks select for recomputation, children before parents. Reads only.
+    """Return the paths of the modules that ``activation_checkpointing_fn`` selects, children before parents.
 
     Args:
-        check_fn: Replaces the hooks.
+        check_fn: Selects modules instead of the model's hooks.
         below_unwrapped: Also search direct children with ``_fsdp_wrap = False``, as Composer's FSDP2 does.
     """
     paths: list[str] = []
@@ -61,7 +64,9 @@ def _notes_of_policy(
     types: Sequence[type[nn.Module]],
     checkpointed: Sequence[str],
 ) -> Iterator[str]:
-    """Note hooks that the configuration replaces, and classes without a selected module."""
+    """Yield a line for the report on hooks that the configuration replaces, and one for each class without a selected
+    module.
+    """
     ignored_fns = [name for name, child in roots.items() if hook_of(child, "activation_checkpointing_fn")]
     if ignored_fns:
         yield (f"{_POLICY} replaces the activation_checkpointing_fn of {and_more(ignored_fns)}, which is not called")

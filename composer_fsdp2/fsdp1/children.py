@@ -15,7 +15,7 @@ def is_metric(module: nn.Module) -> bool:
 
 
 def wrapped_children(model: nn.Module) -> dict[str, nn.Module]:
-    """The direct children that FSDP1 wraps: without metrics and children with ``_fsdp_wrap = False``."""
+    """Return the direct children that FSDP1 wraps: all except metrics and children with ``_fsdp_wrap = False``."""
     return {
         name: child
         for name, child in model.named_children()
@@ -24,6 +24,9 @@ def wrapped_children(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def hook_of(owner: nn.Module, name: str) -> Callable[..., Any] | None:
-    """A hook of ``owner`` such as ``fsdp_wrap_fn``, or None; like FSDP1, ignores attributes that are not callable."""
+    """Return a hook of ``owner``, such as ``fsdp_wrap_fn``, or None.
+
+    Attributes that are not callable are ignored, as in FSDP1.
+    """
     hook = getattr(owner, name, None)
     return hook if callable(hook) else None

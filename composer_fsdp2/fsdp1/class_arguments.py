@@ -1,6 +1,6 @@
-"""The constructor arguments of ``torch.distributed.fsdp.FullyShardedDataParallel``, as rows of a table.
+"""A table of the constructor arguments of ``torch.distributed.fsdp.FullyShardedDataParallel``, one row per argument.
 
-Arguments that are also keys of an ``fsdp_config`` reuse the rows of ``keys.py``, with the class's defaults.
+Arguments that are also keys of an ``fsdp_config`` reuse the rows of ``keys.py``, with the defaults of the class.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ def _as_key(name: str, default: Any, **changed: Any) -> Row:
 
 
 def _enum_values(name: str, text: str) -> Takes:
-    """The values of the key, described as members of the enum that the class accepts."""
+    """Return the accepted values of the key ``name``, with ``text`` as their description in documentation."""
     return replace(KEYS_BY_NAME[name].takes, text=text)
 
 

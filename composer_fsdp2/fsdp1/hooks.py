@@ -1,7 +1,7 @@
-"""Read a model's FSDP hooks once: which modules are units, and how modules are initialised.
+"""Call a model's FSDP hooks once, to choose the units and the initialisation functions.
 
-[Note: roots] Composer wraps each direct child of a model, never the model itself, so methods of a ComposerModel can
-call its children directly (composer/distributed/dist_strategy.py, 0.32.1). Each direct child is therefore a root unit.
+[Note: roots] Composer wraps each direct child of a model and not the model itself, because methods of a ComposerModel
+may call a child directly (composer/distributed/dist_strategy.py, 0.32.1). Each direct child is therefore a root unit.
 The model is the root only if its children share parameters ([Note: tied parameters] and [Note: one root] in
 ``sharding/units.py``).
 """
@@ -34,18 +34,19 @@ _Choose = Callable[[str, nn.Module], Choice | None]  # (path, module) -> its cho
 
 
 def read_hooks(model: nn.Module, config: ShardingConfig, *, precision: str | None = None) -> ModelChoices:
-    """Read the units chosen by ``model``'s hooks and attributes, or by a policy, as Composer's FSDP1 does.
+    """Return the modules that the model's hooks and attributes, or a policy, make units, as in Composer's FSDP1.
 
     Args:
         model: Any module tree; it is not modified. ``fsdp_wrap_fn`` and ``activation_checkpointing_fn`` of its direct
             children are called with the modules below them. ``_fsdp_wrap`` and ``_activation_checkpointing`` of these
             modules take precedence.
-        config: The model's configuration. Its ``wrap`` may replace ``fsdp_wrap_fn``. Settings of a module override it.
-        precision: Composer's precision, for settings with DEFAULT or PURE.
+        config: The model's configuration. Unless its ``wrap`` has kind HOOKS, ``fsdp_wrap_fn`` is not called. The dict
+            that a hook returns for a module overrides it.
+        precision: Composer's precision, for modules whose hook returns ``mixed_precision`` DEFAULT or PURE.
     Raises:
         PlanError: a hook raised, or did not return a bool or a dict; names the module. Or the model has no class that
             the policy names, or no module that ``idle_towers`` names.
-        UnsupportedError: the policy makes an expert a unit, although not all ranks run it.
+        UnsupportedError: the policy makes an expert a unit that not all ranks run.
 
     Does not communicate.
     """
@@ -90,7 +91,7 @@ def _choose_units(
     searched: Collection[str],
     precision: str | None,
 ) -> tuple[dict[str, Choice], tuple[str, ...]]:
-    """The modules below direct children that are units, by path, and notes on the policy."""
+    """Return the units below the direct children by path, and lines for the report on the policy."""
     ignored = {below for module in ignored_modules(modules, config).values() for below in module.modules()}
     policy = None if config.wrap.kind is WrapKind.HOOKS else read_policy(model, config.wrap, ignored)
     reader = _Reader(
@@ -140,16 +141,19 @@ def _notes_of_hooks(model: nn.Module, modules: Mapping[str, nn.Module], contradi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reader:
-    """Calls the hooks of direct children with modules that may be units, and no others: a hook may raise for those.
+    """Calls the hooks of the direct children.
+
+    A hook is called only with modules that may be units, because it may raise for others.
 
     Args:
-        read: (settings of a module, its path) -> overrides.
-        ignored: Modules to skip.
-        policy: Replaces the hooks if it is not None.
-        units: Units found so far, including roots; hooks of other children are not called with them.
-        choices: By path.
-        policy_choices: Modules that the policy chose, by path, regardless of attributes.
-        contradicting: Paths of modules whose attribute contradicts the policy.
+        read: Called with the dict that a hook returned and the module's path; returns the overrides.
+        ignored: Modules to skip, from ``ignored_modules``.
+        policy: Selects modules instead of the hooks, if it is not None.
+        units: Units found so far, including root units. A module shared by two children is not read again for the
+            second.
+        choices: The chosen units, by path.
+        policy_choices: Modules that the policy selects, by path, even if an attribute excludes them.
+        contradicting: Paths of modules whose ``_fsdp_wrap`` contradicts the policy.
     """
 
     read: Callable[[Mapping[str, Any], str], UnitOverrides]
@@ -161,7 +165,10 @@ class _Reader:
     contradicting: list[str] = field(default_factory=list)
 
     def read_below_root(self, path: str, root: nn.Module, child: nn.Module) -> None:
-        """Read the modules below a root; if it is a container, its members are roots."""
+        """Choose the units below the root unit ``root``.
+
+        If ``root`` has no ``forward``, its children are root units in its place.
+        """
         if root in self.units or root in self.ignored:
             return
         if not has_forward(root):
@@ -177,7 +184,7 @@ class _Reader:
                 self.units.add(inner)
 
     def read_below_unwrapped(self, path: str, module: nn.Module, child: nn.Module) -> None:
-        """Read the modules below a module that is not a unit: the outermost chosen ones are roots."""
+        """Choose the units below a module that is not a unit. The outermost of them are root units."""
         choose = self._chooser(module, child)
         for name, inner in module.named_children():
             inner_path = join(path, name)
@@ -187,13 +194,15 @@ class _Reader:
                 self.read_below_unwrapped(inner_path, inner, child)
 
     def _chooser(self, root: nn.Module, child: nn.Module) -> _Choose:
-        """The function that chooses units below ``root``: the policy's, else the child's."""
+        """Return the function that decides whether a module below ``root`` is a unit: the policy, else ``child``'s
+        hook.
+        """
         if self.policy is None:
             return partial(self._by_function, child)
         return partial(self._by_policy, self.policy.below(root))
 
     def _is_chosen(self, path: str, module: nn.Module, choose: _Choose) -> bool:
-        """Whether ``module`` is a unit. Its ``_fsdp_wrap`` takes precedence over function and policy."""
+        """Whether ``module`` is a unit. Its ``_fsdp_wrap`` takes precedence over the hook and the policy."""
         if hasattr(module, "_fsdp_wrap"):
             choice = Choice(chosen_by="_fsdp_wrap") if module._fsdp_wrap else None
             if self.policy is not None and (choose(path, module) is None) is not (choice is None):
@@ -225,7 +234,7 @@ class _Reader:
 
 
 def _call_wrap_fn(path: str, module: nn.Module, child: nn.Module) -> bool | dict[str, Any]:
-    """The return value of the child's ``fsdp_wrap_fn`` for a module; False without the hook."""
+    """Return the result of the child's ``fsdp_wrap_fn`` for a module; False if the child has no such hook."""
     wrap_fn = hook_of(child, "fsdp_wrap_fn")
     if wrap_fn is None:
         return False
@@ -248,11 +257,10 @@ def _call_wrap_fn(path: str, module: nn.Module, child: nn.Module) -> bool | dict
 
 
 def initializers(model: nn.Module) -> Initializers:
-    """FSDP1's initialisation of a module: ``param_init_fn`` of the direct child, else the module's
-    ``reset_parameters``.
+    """Return a function that maps a module and its path to its initialisation function, or None.
 
-    Returns:
-        A function that maps a module and its path to a function that initialises it, or None.
+    This is ``param_init_fn`` of the direct child, called with the module, else the module's ``reset_parameters``, as in
+    FSDP1.
     """
     children = dict(model.named_children())
 

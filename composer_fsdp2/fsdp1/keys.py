@@ -1,6 +1,6 @@
-"""THE TABLE: one row per key of an ``fsdp_config``: how its value is parsed, and its outcome under FSDP2.
+"""The table of keys of an ``fsdp_config``. Each row has the parser of a key's value and its outcome under FSDP2.
 
-The translation, the documentation and the tests read this table. A new key is a new row here; ``fields`` names the
+The translation, the documentation and the tests read this table; to add a key, add a row. ``fields`` names the
 configuration field that the key sets. Meanings and defaults are those of Composer 0.32.1
 (``composer/utils/parallelism.py``, ``composer/distributed/dist_strategy.py``), and of earlier Composer releases for
 legacy keys.
@@ -65,11 +65,13 @@ class Key(Row):
     """A key of an ``fsdp_config``.
 
     Args:
-        defaults: The default by reader, where it differs.
-        sets: Whether the parsed value is assigned to the ``ShardingConfig`` field.
+        defaults: Defaults for other readers than FSDP1, such as FSDP2Config.
+        sets: Whether the parsed value is assigned to the ``ShardingConfig`` field without further translation.
         instead_of: Synonyms; only one of them may be set.
-        of_modules: The outcome in the settings of a single module; None if the key is unknown there.
-        rewrite: (row, value, section) -> entries with FSDP2's keys that replace the key; None copies it unchanged.
+        of_modules: The outcome if the key is in the dict that a hook returns for one module; None if it is not allowed
+            there.
+        rewrite: Called with (row, value, section); returns the entries with FSDP2's keys that replace the key. None
+            copies it unchanged.
     """
 
     defaults: Mapping[Any, Any] = field(default_factory=dict)
@@ -81,11 +83,11 @@ class Key(Row):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """The input of ``Row.decide``.
+    """The parsed configuration that ``Row.decide`` gets.
 
     Args:
         values: The parsed value of every key, including defaults.
-        given: The user's settings.
+        given: The keys that the user set, with their values.
     """
 
     values: Mapping[str, Any]
@@ -171,7 +173,7 @@ def _ignored_modules(finding: Finding, context: Context) -> Finding:
 
 
 def _low_precision_grads(finding: Finding, context: Context) -> Finding:
-    """A MixedPrecision object also has this option, and FSDP1 read it there, ignoring the key."""
+    """Decide the finding from the parsed mixed precision: FSDP1 ignored this key if a MixedPrecision object was set."""
     is_requested = context.mixed_precision.gradients is not GradientDtype.OF_PARAMETER
     return replace(finding, value=True) if is_requested else _neutral(finding)
 

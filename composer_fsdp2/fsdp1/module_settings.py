@@ -1,4 +1,4 @@
-"""Parse the settings of a single module, from the dict returned by its wrap function."""
+"""Parse the dict that ``fsdp_wrap_fn`` returns for one module: settings that override the model's for its unit."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -31,11 +31,11 @@ _MESH_KEYS = ("process_group", "device_mesh", "mesh")
 def read_overrides(
     given: Mapping[str, Any], path: str, *, config: ShardingConfig, precision: str | None = None
 ) -> UnitOverrides:
-    """Parse a module's settings, with FSDP1's or FSDP2's keys, as overrides for its unit.
+    """Parse the settings of one module, with keys of FSDP1 or FSDP2.
 
     Args:
-        given: The dict returned by the module's wrap function.
-        path: The module's path, for errors.
+        given: The dict that ``fsdp_wrap_fn`` returned for the module.
+        path: The module's path, for error messages.
     Raises:
         ConfigError: an unknown key, an invalid value or a contradiction; names ``path`` and the key.
         UnsupportedError: a key that cannot differ between modules.
@@ -75,14 +75,18 @@ def _synonyms(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _values_in_effect(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The entries with an effect; in torch's FSDP1, None means no prefetch."""
+    """Yield the entries that have an effect.
+
+    ``backward_prefetch`` None is parsed as NONE (no prefetch), as in torch's FSDP1.
+    """
     for key, value in given.items():
         if KEYS_OF_MODULES[key].of_modules is not Outcome.UNNEEDED:
             yield key, BackwardPrefetch.NONE if key == "backward_prefetch" and value is None else value
 
 
 def _unit_mesh(given: Mapping[str, Any], values: Mapping[str, Any], of_model: MeshSpec) -> MeshSpec | None:
-    """The unit's mesh or process group; a shard axis of size 1 under NO_SHARD; None for the model's mesh."""
+    """Return the mesh that the settings specify, with a shard axis of size 1 under NO_SHARD; None if they specify
+    none."""
     strategy: ShardingStrategy | None = values.get("sharding_strategy")
     spec = None
     for key in ("device_mesh", "mesh"):
@@ -116,7 +120,10 @@ def _unit_reshard(values: Mapping[str, Any]) -> bool | int | None:
 def _unit_precision(
     values: Mapping[str, Any], of_model: MixedPrecision, precision: str | None
 ) -> MixedPrecision | None:
-    """Casts of root inputs are inherited from the model, as are options that mp_policy does not have."""
+    """Return the unit's mixed precision; None for the model's.
+
+    Options that ``mp_policy`` does not have, and the cast of root inputs, are those of the model.
+    """
     casts = of_model.cast_root_inputs
     if (policy := values.get("mp_policy")) is not None:
         return replace(policy, cast_root_inputs=casts, buffer_dtype=of_model.buffer_dtype, gradients=of_model.gradients)
@@ -130,7 +137,11 @@ def _unit_precision(
 
 
 def _unit_prefetch(values: Mapping[str, Any], of_model: Prefetch) -> Prefetch | None:
-    """The unit's prefetch flags; the number of units is the model's, as FSDP1 has no limit per module."""
+    """Return the unit's prefetching; None for the model's.
+
+    A module's settings only enable or disable it. The number of units is the model's, because FSDP1 has no such setting
+    per module.
+    """
     forward, backward = of_model.forward, of_model.backward
     if "forward_prefetch" in values:
         forward = (forward or 1) if values["forward_prefetch"] else None
@@ -141,7 +152,7 @@ def _unit_prefetch(values: Mapping[str, Any], of_model: Prefetch) -> Prefetch | 
 
 
 def _notes(given: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
-    """Notes for the report: keys that FSDP2 does not need, or approximates."""
+    """Yield lines for the report on keys that FSDP2 does not need, or approximates."""
     rows = (KEYS_OF_MODULES[key] for key in given)
     yield from (f"{row.name} is not needed: {row.reason}" for row in rows if row.of_modules is Outcome.UNNEEDED)
     if isinstance(given.get("mixed_precision"), Mapping) and UNREAD_DTYPE_KEY in given["mixed_precision"]:

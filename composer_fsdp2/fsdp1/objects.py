@@ -1,7 +1,7 @@
-"""Parse torch objects in a script's configuration: meshes, groups, policies, dtypes, modules. Imported only if torch
-is.
+"""Parse torch objects in a configuration: meshes, process groups, policies, dtypes, modules.
 
-Each function returns None for other objects.
+``parsing.py`` imports this module only if torch is already imported. Each function returns None for objects of other
+types.
 """
 
 from dataclasses import replace
@@ -24,13 +24,14 @@ def default_device_type() -> str:
 
 
 def device_mesh(mesh: object, device_type: str, tensor_degree: int = 1) -> MeshSpec | None:
-    """The axes of a mesh; if it does not contain all ranks in order, with this rank's groups.
+    """Convert a DeviceMesh. If it does not contain all ranks in order, the result has this rank's groups.
 
     Axes are identified by position, as in ``fully_shard``: the last one shards, and one before it replicates. With
     ``tensor_degree``, the mesh is a strided slice of every ``tensor_degree``-th rank.
 
     Raises:
-        ConfigError: it cannot shard this rank's model; the message begins with the mesh.
+        ConfigError: more than 2 axes, another device type, or a mesh without this rank; the message begins with the
+            mesh.
     """
     if not isinstance(mesh, DeviceMesh):
         return None
@@ -66,7 +67,7 @@ def _given(group: dist.ProcessGroup) -> RankGroups:
 
 
 def dtype(value: object) -> str | None:
-    """The name of a floating-point dtype.
+    """Return the name of a floating-point dtype.
 
     Raises:
         ConfigError: the dtype is not floating point; the message begins with it.

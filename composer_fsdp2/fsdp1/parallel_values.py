@@ -66,7 +66,7 @@ def parse_idle_experts(value: object) -> IdleExperts | None:
 
 
 def parse_idle_towers(value: object) -> tuple[str, ...] | None:
-    """Parse the paths of towers; empty for ``auto``, None without the key."""
+    """Parse the paths of towers. Returns an empty tuple for ``auto``, and None if the key is not set."""
     if value is None:
         return None
     if isinstance(value, str) and value == AUTO:

@@ -1,7 +1,7 @@
-"""Parse single values of FSDP1 and FSDP2 in any spelling: strategies, dtypes, meshes, policies.
+"""Parse values of FSDP1's and FSDP2's keys, as strings or torch objects: strategies, dtypes, meshes, policies.
 
-Does not import torch: a value can be a torch object only if torch is already imported; ``objects.py`` parses those. The
-message of each error begins with the value; callers prepend the key.
+Does not import torch. If torch is already imported, a value may be a torch object, which ``objects.py`` parses. Each
+error message begins with the value; callers prepend the key.
 """
 
 import enum
@@ -68,7 +68,7 @@ _DEVICE_TYPES = {"gpu": "cuda", "cuda": "cuda", "cpu": "cpu"}
 
 
 def _read_torch_object(reading: str, value: object, *args: Any) -> Any:
-    """Parse a torch object with a function of ``objects.py``; None for any other value."""
+    """Parse a torch object by the function ``reading`` of ``objects.py``; return None for any other value."""
     # None: a test or a user has blocked the import of torch.
     return None if sys.modules.get("torch") is None else getattr(_objects(), reading)(value, *args)
 
@@ -80,7 +80,7 @@ def _objects() -> ModuleType:
 
 
 def _choice(value: object, choices: Mapping[str, Any]) -> Any:
-    """Parse one of FSDP1's names, in any letter case; the error suggests the closest."""
+    """Return the value that ``choices`` has for a name in any letter case. The error suggests the closest name."""
     text = value.upper() if isinstance(value, str) else ""
     if text not in choices:
         raise ConfigError(f"{value!r}; expected one of {', '.join(choices)}{did_you_mean(text, choices)}")
@@ -88,7 +88,7 @@ def _choice(value: object, choices: Mapping[str, Any]) -> Any:
 
 
 def parse_strategy(value: object) -> ShardingStrategy:
-    """Parse Composer's string or torch's ShardingStrategy, whose members have the same names."""
+    """Parse a sharding strategy: a string as in Composer, or torch's ShardingStrategy."""
     name = getattr(value, "name", value)
     return _choice(name, {strategy.value: strategy for strategy in ShardingStrategy})
 
@@ -150,7 +150,7 @@ def parse_precision(precision: object, device: object) -> str:
 
 
 def mesh_of(mesh: object, device_type: str, key: str, tensor_degree: int = 1) -> MeshSpec:
-    """The axes of a DeviceMesh and the tensor axis; errors name ``key``."""
+    """Convert a DeviceMesh, and append a tensor axis if ``tensor_degree`` > 1. Error messages begin with ``key``."""
     try:
         spec: MeshSpec | None = _read_torch_object("device_mesh", mesh, device_type, tensor_degree)
     except ConfigError as error:
@@ -183,7 +183,7 @@ def parse_groups(value: object) -> Groups:
 
 
 def mesh_of_groups(groups: Groups, strategy: ShardingStrategy | None, device_type: str) -> MeshSpec:
-    """The mesh of a process_group.
+    """Return the mesh for a parsed ``process_group``.
 
     Raises:
         ConfigError: a pair of groups without a hybrid strategy, or one group with a hybrid strategy.
@@ -226,7 +226,10 @@ def _rank_groups(value: object) -> RankGroups:
 
 
 def check_same_reshard(of_strategy: bool | int | None, value: bool | int) -> None:
-    """Check that reshard_after_forward agrees with the strategy; an integer is allowed if the strategy reshards."""
+    """Raise ConfigError if ``reshard_after_forward`` contradicts the strategy.
+
+    An integer agrees with a strategy that reshards.
+    """
     if of_strategy is None:
         return
     if bool(value) != of_strategy:
@@ -252,9 +255,10 @@ _DTYPE_KEYS_BY_NAME = {"FULL": (), "DEFAULT": ("param_dtype", "buffer_dtype"), "
 
 
 def parse_mixed_precision(value: object) -> NamedPrecision | MixedPrecision:
-    """Parse ``mixed_precision`` in any form.
+    """Parse ``mixed_precision``: FULL, DEFAULT, PURE, a dict of dtypes, or torch's MixedPrecision.
 
-    FSDP1 casts inputs only at roots (torch's MixedPrecision: cast_root_forward_inputs), and so does composer_fsdp2.
+    By default FSDP1 casts the forward inputs of root units only (``cast_root_forward_inputs``), and so does this
+    package.
     """
     policy: MixedPrecision | None = _read_torch_object("mixed_precision", value)
     if policy is not None:
@@ -270,7 +274,10 @@ def parse_mixed_precision(value: object) -> NamedPrecision | MixedPrecision:
 
 
 def mixed_precision_of(given: NamedPrecision | MixedPrecision, precision: str) -> MixedPrecision:
-    """The dtypes for one of Composer's precisions: DEFAULT reduces in float32, PURE in the low-precision dtype."""
+    """Return the dtypes for Composer's ``precision``.
+
+    DEFAULT reduces gradients in float32, PURE in the low-precision dtype.
+    """
     if isinstance(given, MixedPrecision):
         return given
     low = dict.fromkeys(_DTYPE_KEYS_BY_NAME[given.name], PRECISIONS[precision])

@@ -18,7 +18,7 @@ WRAP_KEYS = (_CLASSES, "wrap_embeddings", "wrap_lm_output", "moe_experts", _SIZE
 
 
 def parse_wrap_policy(value: object) -> Wrap:
-    """Parse the rule that selects units; None: the model's hooks. A key with value None counts as absent."""
+    """Parse ``wrap_policy``. None selects units by the model's hooks. Entries with the value None are ignored."""
     if value is None:
         return Wrap()
     if not isinstance(value, Mapping):
@@ -123,7 +123,10 @@ def _experts_value(wrap: Wrap) -> list[str] | str:
 
 
 def parse_checkpointed_classes(value: object) -> tuple[str, ...] | None:
-    """Parse the classes of recomputed modules; empty for the model's ``_no_split_modules``, None for the hooks."""
+    """Parse class names of modules to recompute.
+
+    ``auto`` returns (), the model's ``_no_split_modules``; None returns None, its hooks.
+    """
     if value is None:
         return None
     if _is_auto(value):
@@ -143,7 +146,7 @@ def checkpointed_value(classes: tuple[str, ...] | None) -> list[str] | str | Non
 
 
 def parse_freeze(value: object) -> tuple[str, ...]:
-    """Parse paths of modules or parameters, without a trailing dot and without duplicates."""
+    """Parse the paths of modules or parameters; removes trailing dots and duplicates."""
     if value is None:
         return ()
     paths = [value] if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""Read a user's configuration in any form: a mapping, or an object of Composer."""
+"""Read a user's configuration: a mapping, or an FSDPConfig or FSDP2Config of Composer."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ FSDP2_DEFAULTS: dict[str, Any] = {row.name: row.defaults[FSDP2_READER] for row i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserConfig:
-    """A configuration read from a mapping, or from the attributes of an object.
+    """The keys and values that a user configured, read from a mapping or from the attributes of an object.
 
     Args:
-        given: Only the settings that the user set.
-        defaults: Defaults of the object's class, where they differ from FSDP1's.
+        given: The keys that the user set.
+        defaults: Defaults of FSDP2Config that differ from FSDP1's; empty for a mapping.
         is_fsdp2: Whether it is Composer's FSDP2Config or a similar object.
     """
 
@@ -34,10 +34,10 @@ class UserConfig:
 
     @classmethod
     def read(cls, source: object) -> UserConfig:
-        """Read a mapping (also OmegaConf's) or any object with the attributes of FSDPConfig or FSDP2Config.
+        """Read a mapping (also of OmegaConf) or an object with the attributes of FSDPConfig or FSDP2Config.
 
         Raises:
-            ConfigError: it is neither.
+            ConfigError: ``source`` is neither.
         """
         if isinstance(source, UserConfig):
             return source
@@ -83,7 +83,9 @@ class UserConfig:
 
 
 def _resolved(value: Any, at: str = "fsdp_config") -> Any:
-    """Resolve OmegaConf containers, also inside plain dicts and lists; other values are returned unchanged.
+    """Convert OmegaConf containers to dicts and lists, also inside plain dicts and lists.
+
+    Other values are returned unchanged.
 
     Raises:
         ConfigError: a value is missing (``???``) or an interpolation has no target; names ``at`` and the key.

@@ -1,7 +1,7 @@
-"""FSDP1's state dict types for a model sharded by ``fully_shard``: full tensors or shards, for model and optimizer.
+"""FSDP1's state dict methods for models sharded by ``fully_shard``: full or sharded, for model and optimizer.
 
-These replace the static methods of ``FullyShardedDataParallel`` with the same names, arguments and results. Under
-install(), FSDP1's class calls them for models that ``fully_shard`` sharded.
+The functions have the names, arguments and results of the static methods of ``FullyShardedDataParallel``. After
+``install()``, FSDP1's class calls them for models sharded by ``fully_shard``.
 """
 
 import contextlib
@@ -46,10 +46,10 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
 
 
 class _ActiveType:
-    """The state dict type of one unit, and the hook that applies it.
+    """The state dict type that a script set for one unit, and the handle of the hook that applies it.
 
     Args:
-        keeps: Whether this rank returns full values.
+        keeps: Whether this rank returns full values (False on the other ranks with ``rank0_only``).
     """
 
     def __init__(self, unit: nn.Module, settings: StateDictSettings, keeps: bool) -> None:
@@ -78,7 +78,9 @@ def set_state_dict_type(
 
     Raises:
         UnsupportedError: ``LOCAL_STATE_DICT``.
-        CallError: a config does not match ``state_dict_type``.
+        CallError: a config is not of the class that belongs to ``state_dict_type``.
+
+    Does not communicate; ``state_dict()`` must then be called on all ranks.
     """
     if state_dict_type not in _CONFIGS:
         raise UnsupportedError(
@@ -100,7 +102,7 @@ def set_state_dict_type(
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-    """The settings of the units below ``module``; by default FSDP1's default, full values.
+    """Return the state dict settings of the units below ``module``; full values if none were set, as in FSDP1.
 
     Raises:
         CallError: units have different settings.
@@ -130,7 +132,7 @@ def state_dict_type(
 
 
 def returns_full_values(unit: nn.Module) -> bool:
-    """Whether a script set a type that makes ``state_dict()`` of this unit full on every rank."""
+    """Whether ``state_dict()`` of this unit returns full values on every rank, because a script set that type."""
     found = _ACTIVE_TYPES.get(unit)
     return found is not None and found.settings.state_dict_config == FullStateDictConfig(
         offload_to_cpu=found.settings.state_dict_config.offload_to_cpu
@@ -158,10 +160,10 @@ def _called_for_shards() -> bool:
 
 
 def _convert_state_dict(unit: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """A hook after ``state_dict`` of a unit and its submodules. Called on all ranks for FULL; gathers one tensor at a
-    time.
+    """Convert the state dict of a unit to the active type. A ``state_dict`` post-hook.
 
-    As under FSDP1, a rank without full values still returns the entries of modules outside of all units.
+    Called on all ranks; with FULL, all-gathers one tensor at a time. Ranks that do not return full values still return
+    entries of modules outside of all units, as under FSDP1.
     """
     found = _ACTIVE_TYPES.get(unit)  # None for a copy of a unit, which copies hooks only
     if found is None or _called_for_shards():
@@ -187,7 +189,10 @@ def _convert_state_dict(unit: nn.Module, state_dict: dict[str, Any], prefix: str
 
 
 def _keeps_full_values(model: nn.Module, config: StateDictConfig | OptimStateDictConfig) -> bool:
-    """Whether this rank returns full values; with ``rank0_only`` the first rank of each replica, as under FSDP1."""
+    """Whether this rank returns full values.
+
+    With ``rank0_only``, only the first rank of each replica does, as under FSDP1.
+    """
     if not getattr(config, "rank0_only", False):
         return True
     sharded = [each for each in model.parameters() if isinstance(each, DTensor)]
@@ -196,7 +201,7 @@ def _keeps_full_values(model: nn.Module, config: StateDictConfig | OptimStateDic
 
 
 def _full_copy(value: DTensor, *, to_cpu: bool, keeps: bool = True) -> torch.Tensor:
-    """The full tensor, in memory separate from the shard's. Called on all ranks of the mesh."""
+    """All-gather the full tensor, into memory that is not shared with the shard. Called on all ranks of the mesh."""
     full = gather_full_tensor(value)
     if not keeps:
         return full
@@ -220,16 +225,16 @@ def optim_state_dict(
     optim_state_dict: dict[str, Any] | None = None,
     group: Any = None,
 ) -> dict[str, Any]:
-    """The optimizer's state by parameter name, in ``model``'s state dict type.
+    """Return the optimizer's state dict with parameter names as keys, full or sharded as ``model``'s state dict type.
 
     Args:
-        optim_state_dict: Converted instead of ``optim.state_dict()``.
-        group: Ignored; the parameters have a mesh.
+        optim_state_dict: A state dict to convert; None: ``optim.state_dict()``.
+        group: Ignored, because DTensors have a mesh.
     Returns:
         ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}``; with ``rank0_only`` an empty dict
             on the other ranks.
 
-    Called on all ranks; gathers one tensor at a time.
+    Called on all ranks; all-gathers one tensor at a time for full values.
     """
     settings = get_state_dict_type(model)
     return _named_state(model, optim, optim_state_dict, settings.state_dict_type, settings.optim_state_dict_config)
@@ -242,7 +247,10 @@ def full_optim_state_dict(
     rank0_only: bool = True,
     group: Any = None,
 ) -> dict[str, Any]:
-    """``optim_state_dict`` with full values, regardless of the active type. Called on all ranks."""
+    """Return ``optim_state_dict`` with full values, regardless of the type set by ``set_state_dict_type``.
+
+    Called on all ranks; all-gathers one tensor at a time.
+    """
     return _named_state(model, optim, None, FULL, FullOptimStateDictConfig(rank0_only=rank0_only))
 
 
@@ -259,15 +267,18 @@ def optim_state_dict_to_load(
     load_directly: bool = False,
     group: Any = None,
 ) -> dict[str, Any]:
-    """Convert a named state dict to the input of ``optim.load_state_dict``: by position, with this rank's shards.
+    """Convert a state dict with parameter names to the form of ``optim.load_state_dict``: positions, and this rank's
+    shards.
 
     Args:
-        optim_state_dict: With full values, with this mesh's DTensors, or with ShardedTensors from
-            ``load_sharded_optimizer_state_dict``, which all ranks gather. If ``rank0_only`` is active, rank 0
-            broadcasts its state dict, and all ranks must call this; otherwise only ShardedTensors are communicated.
-        load_directly: Also load it.
+        optim_state_dict: Values may be full tensors, DTensors of this mesh, or ShardedTensors from
+            ``load_sharded_optimizer_state_dict``.
+        load_directly: Also load the result into ``optim``.
     Raises:
-        CallError: parameters that are not in ``optim``; names them.
+        CallError: the state dict has parameters that are not in ``optim``; names them.
+
+    Called on all ranks. With ``rank0_only`` set, rank 0 broadcasts its state dict. ShardedTensors are all-gathered.
+    Otherwise does not communicate.
     """
     if is_named_optimizer:
         raise UnsupportedError("is_named_optimizer=True: torchrec's optimizers do not know DTensors; pass False")
@@ -284,7 +295,10 @@ def shard_full_optim_state_dict(
     optim_input: Any = None,
     optim: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
-    """``optim_state_dict_to_load`` for full values on each rank; without ``optim``, for one of all parameters."""
+    """``optim_state_dict_to_load`` for full values that each rank has.
+
+    Without ``optim``, positions are those of all parameters.
+    """
     return _state_by_position(model, _parameters_of(optim, model, optim_input), full_optim_state_dict)
 
 
@@ -295,7 +309,10 @@ def scatter_full_optim_state_dict(
     optim: torch.optim.Optimizer | None = None,
     group: Any = None,
 ) -> dict[str, Any]:
-    """``shard_full_optim_state_dict`` of rank 0's values. Called on all ranks; broadcasts one tensor at a time."""
+    """``shard_full_optim_state_dict`` for full values that only rank 0 has.
+
+    Called on all ranks; broadcasts one tensor at a time from rank 0.
+    """
     parameters = _parameters_of(optim, model, optim_input)
     return _state_by_position(model, parameters, full_optim_state_dict, rank0_only=True)
 
@@ -314,12 +331,13 @@ def rekey_optim_state_dict(
     optim_input: Any = None,
     optim: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
-    """Convert an optimizer state dict from parameter names to positions, or vice versa.
+    """Convert the keys of an optimizer state dict from parameter names to positions, or vice versa.
 
     Args:
-        optim_state_key_type: torch's ``OptimStateKeyType``, ``PARAM_NAME`` or ``PARAM_ID``.
-        model: Its parameter names are used; sharded or not.
-        optim: Defines the positions; without it, the model's parameter order does.
+        optim_state_key_type: The keys of the result, as torch's ``OptimStateKeyType``: ``PARAM_NAME`` or ``PARAM_ID``
+            (positions).
+        model: The model, sharded or not, whose parameter names are used.
+        optim: The optimizer whose parameter order defines the positions; None: the order of ``model.parameters()``.
 
     Does not communicate.
     """
@@ -405,7 +423,8 @@ def _named_state(
 
 
 def _refuse_unknown_shard(name: str, key: str, value: Any, parameter: nn.Parameter) -> None:
-    """Raise for a plain tensor with the shard's shape: part of a full tensor, at an unknown offset."""
+    """Raise UnsupportedError for a plain tensor with the shape of the shard: its offset in the full tensor is
+    unknown."""
     if (
         isinstance(value, torch.Tensor)
         and not isinstance(value, DTensor)
@@ -445,8 +464,10 @@ def _state_by_position(
 
 
 def _shard_like(parameter: nn.Parameter, value: Any) -> Any:
-    """This rank's shard, copied, because an optimizer updates loaded tensors in place. All ranks gather a
-    ShardedTensor."""
+    """Return this rank's shard of ``value``, copied, because optimizers update loaded tensors in place.
+
+    A ShardedTensor is all-gathered on all ranks; other values are not communicated.
+    """
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, ShardedTensor):  # FSDP1's shards, in any layout
@@ -468,7 +489,10 @@ def _entries(given: Mapping[str, Any]) -> _Entries:
 
 
 def _broadcast_from_rank_0(given: Mapping[str, Any] | None) -> _Entries:
-    """Rank 0's state. Called on all ranks; broadcasts the names and numbers, then each tensor when it is read."""
+    """Return rank 0's state on all ranks. Called on all ranks.
+
+    Broadcasts the names and plain values at once, and each tensor when the caller iterates to it.
+    """
     is_first, device = dist.get_rank() == 0, device_of_group()
     groups, entries = _entries(given if is_first and given else {})
     own = list(entries)

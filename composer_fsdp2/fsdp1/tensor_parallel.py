@@ -1,4 +1,4 @@
-"""Parse Composer's ``TPConfig`` or a mapping with its keys: the tensor parallel degree and the layer plan."""
+"""Parse Composer's ``TPConfig``, or a mapping with its keys: tensor parallel degree and layer plan."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _PLACE = "parallelism_config.tp"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorParallel:
-    """The tensor parallelism of a run.
+    """The tensor parallel settings of a run.
 
     Args:
-        degree: The number of consecutive ranks over which layers are TP-sharded; 1: none.
-        layer_plan: Module path -> torch's parallel style; "auto" for the plan of a known model.
+        degree: The number of consecutive ranks over which layers are TP-sharded; 1: no tensor parallelism.
+        layer_plan: Module path -> a ``ParallelStyle`` of torch; "auto" for the plan of a known model.
         mesh: The tensor-parallel slice of the mesh in Composer's State.
-        is_idle: It was set, but has no effect.
-        gathers_batches: The ranks of a group read different data, and each must compute with all of it.
+        is_idle: Whether the user set a degree of 1 or a plan without a degree, which has no effect.
+        gathers_batches: Whether TP peers read different batches. They must then gather and compute all of these.
     """
 
     degree: int = 1
@@ -41,7 +41,7 @@ class TensorParallel:
         """Read a TPConfig, a mapping, or None for no tensor parallelism.
 
         Raises:
-            ConfigError: unknown keys and invalid values, all in one error.
+            ConfigError: unknown keys or invalid values, all in one error.
         """
         if source is None or isinstance(source, TensorParallel):
             return source or cls()

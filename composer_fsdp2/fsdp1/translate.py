@@ -1,4 +1,4 @@
-"""Translate an FSDP1 configuration to a ``ShardingConfig``, with a finding for each key. Has no side effects."""
+"""Translate an FSDP1 configuration to a ``ShardingConfig``, with a finding for each key. Does not communicate."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -41,12 +41,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translation(Value):
-    """The FSDP2 configuration and the outcome of each key.
+    """The result of ``translate``: the FSDP2 configuration, and the outcome of each key.
 
     Args:
         config: Valid only if ``blocking`` is empty.
-        precision: Composer's; defines the dtypes of a module's DEFAULT or PURE.
-        verbose: Whether the report is logged.
+        precision: Composer's precision, from which the dtypes of DEFAULT and PURE follow.
+        verbose: Whether the user wants the report in the log.
 
     Example:
         >>> translation = translate({"sharding_strategy": "SHARD_GRAD_OP"}, device="cpu")
@@ -89,20 +89,20 @@ def translate(
     world_size: int | None = None,
     tensor_parallel_degree: int = 1,
 ) -> Translation:
-    """Translate an FSDP1, FSDP2 or mixed configuration.
+    """Translate a configuration with keys of FSDP1, FSDP2 or both.
 
     Args:
         fsdp_config: A mapping, or an object with the attributes of Composer's FSDPConfig or FSDP2Config.
         precision: Composer's Precision or its string; None: Composer's default for the device.
         device: Composer's Device, a torch.device or a string; None: the mesh's, or CUDA if available.
-        world_size: The number of ranks; None does not resolve a degree of -1.
+        world_size: The number of ranks. With None, a degree of -1 remains -1.
         tensor_parallel_degree: The number of consecutive ranks over which layers are TP-sharded, from Composer's
             ``TPConfig``.
     Raises:
         ConfigError: unknown keys, wrong types and contradictory values, all in one message.
 
-    Reads only its arguments, and does not communicate. A process_group by nodes is not resolved here, because the
-    number of ranks per node is known only under a launcher. Imports torch only if ``device`` is None or a torch object.
+    Does not modify its arguments or communicate. A process_group by nodes is not resolved here, because ranks per node
+    are known only under a launcher. Imports torch only if ``device`` is None or a torch object.
 
     Example:
         >>> translation = translate({"mixed_precision": "PURE"}, precision="amp_bf16", device="cpu")
@@ -124,10 +124,10 @@ def translate(
 def _read(
     given: UserConfig, precision: object, device: object, ranks: tuple[int | None, int]
 ) -> tuple[Context, bool | int, ActivationCheckpointing]:
-    """Parse all keys and their combinations; all errors are raised as one.
+    """Parse all keys and check their combinations. All errors are raised as one ConfigError.
 
     Args:
-        ranks: The world size, if known, and the tensor parallel degree.
+        ranks: The world size (None if unknown) and the tensor parallel degree.
     """
     problems = _Problems()
     values = _Values(given, problems)
@@ -188,7 +188,7 @@ class _Problems:
 
 
 class _Values(Mapping[str, Any]):
-    """The parsed value of each key, including defaults; reading a key with an invalid value raises its error again."""
+    """The parsed values of all keys, including defaults. Reading a key with an invalid value raises its error again."""
 
     def __init__(self, given: UserConfig, problems: _Problems) -> None:
         for name in given.given:
@@ -208,7 +208,7 @@ class _Values(Mapping[str, Any]):
         return row.parse(value, "fsdp_config.")
 
     def _is_unset(self, row: Key) -> bool:
-        """Whether None means unset: it is the default of FSDP2Config, or a synonym of the key is set."""
+        """Whether the key is unset rather than set to None: None is its default in FSDP2Config, or a synonym is set."""
         others = (other.name for other in KEYS if row.name in other.instead_of)
         given = self._given.given
         is_own_default = row.name not in given and row.defaults.get(FSDP2_READER, row.default) is None
@@ -275,7 +275,7 @@ def _mesh(
 
 
 def _check_parallel_degrees(values: Mapping[str, Any], mesh: MeshSpec) -> None:
-    """Check context and expert parallelism against the model's mesh; ``parallel/`` checks each unit."""
+    """Check context and expert parallel degrees against the model's mesh; ``parallel/`` checks the meshes of units."""
     if values["context_parallel_degree"] > 1:
         check_split_sequences(mesh)
     if values["expert_parallel_degree"] > 1:
@@ -284,7 +284,7 @@ def _check_parallel_degrees(values: Mapping[str, Any], mesh: MeshSpec) -> None:
 
 
 def _refuse_beside_tensor_axis(values: Mapping[str, Any]) -> None:
-    """Reject settings that are impossible with a tensor axis, or that Composer rejects with it."""
+    """Reject settings that FSDP2 or Composer does not support together with tensor parallelism."""
     given = {
         "process_group": values["process_group"] is not None,
         "sharding_strategy": values["sharding_strategy"] is ShardingStrategy.NO_SHARD,
@@ -321,7 +321,7 @@ def _reshard_after_forward(given: UserConfig, values: Mapping[str, Any]) -> bool
 
 
 def _key_in_effect(given: UserConfig, policy: str, key: str) -> str:
-    """The key that takes effect: FSDP2's policy if it is set, else FSDP1's key."""
+    """Return the name of the key that applies: FSDP2's ``policy`` if the user set it, else FSDP1's ``key``."""
     return policy if given.given.get(policy) is not None else key
 
 
@@ -353,7 +353,9 @@ def _activation_checkpointing(values: Mapping[str, Any], precision: str) -> Acti
 
 
 def _sync_module_states(given: UserConfig, values: Mapping[str, Any]) -> bool | None:
-    """Under load_monolith_rank0_only, only rank 0 reads the checkpoint, so its values must be broadcast."""
+    """Return ``sync_module_states``; True by default with ``load_monolith_rank0_only``, because only rank 0 reads the
+    checkpoint.
+    """
     if "sync_module_states" not in given.given and values["load_monolith_rank0_only"]:
         return True
     value: bool | None = values["sync_module_states"]
@@ -401,7 +403,9 @@ def _policy_without_checkpointing(values: Mapping[str, Any]) -> None:
 
 
 def _findings(context: Context) -> Iterator[Finding]:
-    """One finding for each key of the user, and for options that FSDP1 read within another key."""
+    """Yield one finding for each key that the user set, and for each option that FSDP1 read from inside another key's
+    value.
+    """
     for name in context.given:
         yield _finding(KEYS_BY_NAME[name], context)
     grads = "keep_low_precision_grads"

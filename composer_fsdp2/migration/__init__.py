@@ -1,1 +1,2 @@
-"""Conversion of configuration files between systems: ``migrate_text`` for a text, ``files`` for files on disk."""
+"""Convert configuration files to FSDP2 and between systems: ``migrate_text`` for a text, ``files`` for files on
+disk."""

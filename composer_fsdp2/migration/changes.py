@@ -1,4 +1,5 @@
-"""Changes to a file for one of its sections: edits of its text or a separate text, and findings."""
+"""Compute the changes of a file for one of its sections: edits of the text, or the text of a separate file, and
+findings."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,17 +36,17 @@ Tell = Callable[[Sequence[Loss]], tuple[Finding, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Changes for one section.
+    """The changes of a file that convert one section.
 
     Args:
-        tell: Returns the findings for the losses of the new text.
-        meant: The edits' intended changes of the values.
-        text: Text of a separate file, where the target's section cannot be part of the source's file.
-        values: Values of ``text``.
-        gone: Removed paths.
+        tell: Called with the fields of the run that the new text loses; returns all findings of the section.
+        meant: The edits as changes of the parsed values, to verify the new text.
+        text: The text of a separate file, if the file cannot contain a section of the target; else None.
+        values: The values in ``text``.
+        gone: Paths that are removed.
         come: Paths that are new or have a new value.
-        run: The run that the section configures, where a text is written for it.
-        place: Path of the new section; None for a separate file.
+        run: The run that the section configures; None if it is not converted.
+        place: The path of the new section; None for a separate file.
     """
 
     tell: Tell
@@ -88,9 +89,8 @@ def _with_passing(passing: Sequence[Finding], tell: Tell, lost: Sequence[Loss]) 
 
 
 def _passing(finding: Finding, of: Dialect, section: Section, target: Dialect) -> Finding | None:
-    """Return the finding of a key whose value, an interpolation that cannot be resolved here, changes nothing in the
-    new text; None if it may.
-    """
+    """Return the finding for a key with an unresolvable interpolation, if its value does not affect the new text;
+    else None."""
     row = of.row_of(finding.key)
     if finding.key.split(".")[0] not in section.given:
         return None
@@ -103,7 +103,7 @@ def _passing(finding: Finding, of: Dialect, section: Section, target: Dialect) -
 
 
 def _of_sharding(reading: Reading, findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Drop findings for training keys, which remain in a file that stays in its system, unless they block."""
+    """Drop findings of training keys, which remain in the file when its system does not change, unless they block."""
     return (each for each in findings if each.outcome.blocks or not is_of_training(reading.rows.get(each.key)))
 
 
@@ -169,13 +169,13 @@ def _removing(dead: Iterable[Path], edits: Sequence[MappingEdit]) -> list[Mappin
 
 
 def mapping_at(section: Section, path: Path) -> Mapping[str, Any] | None:
-    """Return the mapping at the path; None if the file has none, and an edit adds it."""
+    """Return the mapping at ``path``; None if the file has none, and an edit must add it."""
     values = find_at(section.around, path)
     return values if isinstance(values, Mapping) else None
 
 
 def _with_keys(finding: Finding, became: Mapping[str, Settings], target: Dialect) -> Finding:
-    """Return the finding with the new keys as its target, and a hint on how their system reads them without
+    """Return the finding of a key with its new keys as target, and a hint on how the target reads these without
     composer_fsdp2."""
     new = became.get(finding.key) if finding.origin is Origin.KEY else None
     if finding.outcome.blocks or new is None:
@@ -188,7 +188,7 @@ def _with_keys(finding: Finding, became: Mapping[str, Settings], target: Dialect
 
 
 def _elsewhere(new: Settings, target: Dialect) -> Iterator[str]:
-    """Yield how the target's own FSDP2 treats the new keys: each sentence once, with its keys if there are several."""
+    """Yield how the target's own FSDP2 treats the new keys. Keys with the same note are listed together."""
     keys: dict[str, list[str]] = {}
     for key, _ in new:
         keys.setdefault(target.elsewhere(key), []).append(key)
@@ -288,14 +288,14 @@ def _told(
 
 
 def _stays(key: str, reading: Reading, expression: Expression) -> bool:
-    """Return whether a key is a training key that the target lacks: it stays in the file, and a loss reports it."""
+    """Return whether a key is a training key that the target lacks. It remains in the file, and is reported as lost."""
     row = reading.rows.get(key)
     settings = (*expression.settings, *expression.beside)
     return is_of_training(row) and not any(meets(decides(row), each.fields) for each in settings)
 
 
 def _became(reading: Reading, expression: Expression) -> dict[str, list[tuple[str, Any]]]:
-    """Map each old key that has an effect to the target's settings that decide the same field."""
+    """Map each old key that has an effect to the new keys that set the same field of the run."""
     asking = {each.key for each in reading.findings if each.asks and not each.outcome.blocks}
     keys: dict[str, Row] = {key: row for key, row in reading.deciding.items() if key in asking}
     became: dict[str, list[tuple[str, Any]]] = {}
@@ -306,13 +306,14 @@ def _became(reading: Reading, expression: Expression) -> dict[str, list[tuple[st
 
 
 def _dropped(finding: Finding, target: Dialect) -> Finding:
-    """Return the finding for a key that only its own system has; the run trains without its effect."""
+    """Return the finding for a key that only the source system has. The run trains without its effect."""
     reason = f"a key of composer_fsdp2's own, and {target.title.split(':')[0]} has none like it"
     return replace(finding, outcome=Outcome.APPROXIMATE, target="", reason=reason, hint="")
 
 
 def _left(of: Dialect, target: Dialect) -> Finding:
-    """Return a finding for the rest of a file, which its source system no longer uses."""
+    """Return the finding for the rest of a file that is converted to another system: the source system no longer
+    reads it."""
     whose, new = (each.title.split(":")[0] for each in (of, target))
     return Finding(
         key="the rest of the file",
@@ -327,7 +328,7 @@ def _left(of: Dialect, target: Dialect) -> Finding:
 
 
 def _adding(entries: Mapping[str, Any], path: Path, present: Mapping[str, Any]) -> MappingEdit:
-    """Return an edit that adds entries to a mapping, and replaces those with the same keys."""
+    """Return an edit that adds entries to a mapping; entries with the same key are replaced."""
     return MappingEdit(
         path=path,
         replacements={key: [(key, value)] for key, value in entries.items() if key in present},
@@ -336,10 +337,10 @@ def _adding(entries: Mapping[str, Any], path: Path, present: Mapping[str, Any]) 
 
 
 def _taken(key: str, present: Any, value: Any, has_more: bool, target: Dialect) -> Finding:
-    """Return the finding for a key beside the section that was not the source system's, and is now the target's.
+    """Return the finding for an existing key outside the section that the source system ignored and the target reads.
 
     Args:
-        has_more: Whether other entries of its mapping stay.
+        has_more: Whether its value is a mapping in which other entries remain.
     """
     is_same = has_more or present == value
     return Finding(

@@ -1,4 +1,7 @@
-"""FSDP1's class as a system for ``explain``: its arguments stand in scripts, so no file contains them."""
+"""Explain the arguments of FSDP1's class with ``composer-fsdp2 explain``.
+
+They are in scripts, so no file is migrated.
+"""
 
 from composer_fsdp2.config.findings import Finding
 from composer_fsdp2.config.rows import Row, undecided
@@ -28,7 +31,10 @@ class FSDPClass(Dialect):
 
 
 def _finding(row: Row, value: object) -> Finding:
-    """The outcome of one argument: by the table of ``fsdp_config`` where the argument's value decides."""
+    """Return the outcome of one argument.
+
+    If the outcome depends on the value, it is that of the ``fsdp_config`` key.
+    """
     if row.decide is None or value is None or row.name not in KEYS_BY_NAME:
         return row.usual(row.name, value)
     given = {row.name: value, **({"process_group": BY_NODE} if "HYBRID" in str(value) else {})}

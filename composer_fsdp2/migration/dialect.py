@@ -1,8 +1,9 @@
-"""The base class of all dialects, and the types that they share: sections, readings, settings and expressions.
+"""The base class of dialects (the configuration formats of systems), and the types that they share.
 
-A dialect *reads* a section into a ``RunConfig`` and a finding for each key, which describes the key's effect in its
-system, if any. A target *expresses* a run as keys with values, and losses: the fields of the run that its own reader
-does not find in them. ``splice`` puts each new key at the position of the old key that decided the same field.
+A section is the part of a file that configures sharding. ``Dialect.read`` converts it to a ``RunConfig`` and one
+finding per key. ``Dialect.express`` of the target converts the run to keys with values. Then the target reads these
+keys again: fields of the run that it does not find are lost, and reported. ``splice`` puts each new key at the position
+of the old key that set the same field.
 
 Imported by the dialects and ``migrate``; nothing here communicates.
 """
@@ -25,9 +26,10 @@ class Section:
     """The part of a file that configures sharding.
 
     Args:
-        path: The path of its mapping, from the top of the file.
-        given: Its entries, with interpolations resolved.
-        around: The values of the whole file, for settings outside the section (precision, model, number of processes).
+        path: The path of the section's mapping from the top of the file.
+        given: The entries of the mapping, with interpolations resolved.
+        around: The values of the whole file, for settings outside the section, such as the precision and the number of
+            processes.
     """
 
     path: Path
@@ -36,7 +38,7 @@ class Section:
 
     @classmethod
     def at(cls, path: Path, values: Mapping[str, Any]) -> "Section":
-        """Return the section at a path.
+        """Return the section at ``path`` in the values of a file.
 
         Raises:
             KeyError, IndexError or TypeError: the values have no such path.
@@ -48,7 +50,7 @@ class Section:
         return ".".join(map(str, self.path))
 
     def path_of(self, key: str) -> Path:
-        """Return the path in the file of a key of the section; nested keys are named with dots."""
+        """Return the path from the top of the file of a key of the section. ``key`` may be dotted."""
         return (*self.path, *((key,) if key in self.given else key.split(".")))
 
     def without(self, keys: Iterable[str]) -> "Section":
@@ -61,13 +63,13 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """The result of reading a section: its run, and a finding for each key.
+    """The result of reading a section: the run, and one finding per key.
 
     Args:
         run: The run that the section describes; None if it cannot be determined.
-        rows: The rows of the keys that findings name.
-        kept: Keys without effect whose position in the file a target's key may still take.
-        details: Data for the dialect's own other methods.
+        rows: The row of each key for which there is a finding.
+        kept: Keys without effect at whose position a new key may be written.
+        details: Data for other methods of the same dialect.
     """
 
     run: RunConfig | None
@@ -78,7 +80,7 @@ class Reading:
 
     @property
     def deciding(self) -> dict[str, Row]:
-        """The keys that decide a field of the run, in the order of ``rows``."""
+        """The keys that set a field of the run, with their rows, in the order of ``rows``."""
         idle_keys = {
             each.key for each in self.findings if not each.asks or each.outcome is Outcome.UNNEEDED
         } - self.kept
@@ -87,15 +89,16 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A key of a target with its value, and the fields of the run that it decides."""
+    """A key of the target with its value, and the fields of the run that it sets."""
 
     key: str
     value: Any
     fields: tuple[str, ...] = ()
 
     def place_in(self, keys: Mapping[str, Row]) -> str | None:
-        """Return the first key whose main (first) field matches this setting's, else one whose main field is of the
-        same kind, else None.
+        """Return the key in ``keys`` at whose position this setting is written, or None.
+
+        This is the first key whose main (first) field is the same, else the first whose main field is of the same kind.
         """
         first, kind = self.fields[:1], [kind_of(name) for name in self.fields[:1]]
         same = (key for key, row in keys.items() if meets(first, decides(row)[:1]))
@@ -104,12 +107,12 @@ class Setting:
 
 
 def meets(some: Iterable[str], others: Sequence[str]) -> bool:
-    """Return whether a field of one sequence equals a field of the other, or is nested in it."""
+    """Return whether a field in one sequence equals a field in the other, or is nested in it."""
     return any(covers(others, each) or any(covers((each,), other) for other in others) for each in some)
 
 
 def written(rows: Iterable[Row], run: RunConfig) -> Iterator[Setting]:
-    """Yield the keys of a table with their values for a run."""
+    """Yield the keys of a table with the values that express ``run``; keys at their default are omitted."""
     for row in rows:
         if isinstance(row, Lens) and (value := row.write(run)) is not None:
             yield Setting(key=row.name, value=value, fields=row.decides)
@@ -117,11 +120,11 @@ def written(rows: Iterable[Row], run: RunConfig) -> Iterator[Setting]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expression:
-    """A run as a target's keys, and the fields that the target loses or implements differently.
+    """A run expressed as keys of a target, and the fields that the target loses or implements differently.
 
     Args:
-        settings: Keys of the section.
-        beside: Keys beside the section.
+        settings: Keys in the section.
+        beside: Keys in the file outside of the section.
     """
 
     settings: tuple[Setting, ...]
@@ -135,7 +138,7 @@ class Expression:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MappingEdit:
-    """Arguments of ``Document.edit_mapping``: the entries that replace each old key, and those to append."""
+    """The arguments of ``Document.edit_mapping``: new entries instead of each old key, and entries to append."""
 
     path: Path
     replacements: Mapping[str, Settings]
@@ -144,13 +147,13 @@ class MappingEdit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplacedBlock:
-    """The part of a file that another system's section replaces.
+    """The part of a file that is replaced when a section is converted to another system.
 
     Args:
-        entry: The path of the key that is replaced with its whole value.
-        inner: The path of the mapping inside it that contains the section's keys, or None.
-        prefix: The prefix of a finding's key before its name in ``inner``.
-        beside: Keys in the parent mapping of ``entry`` that also belong to the section.
+        entry: The path of the key that is replaced, with its value.
+        inner: The path of the mapping inside ``entry`` that has the section's keys, or None.
+        prefix: The prefix that the key of a finding has before the name in ``inner``.
+        beside: Keys next to ``entry`` that also belong to the section.
     """
 
     entry: Path
@@ -160,30 +163,32 @@ class ReplacedBlock:
 
 
 class Dialect:
-    """The configuration format of one system: its keys, and how they are read and written.
+    """The configuration format of one system: its table of keys, and how files are read and written.
 
     Attributes:
         name: The value of ``--dialect`` that selects it.
         title: The title of its table in the documentation.
-        rows: Its keys.
-        rows_beside: Keys beside the section that are written for a run, and not explained.
-        limits: Fields that its FSDP2 cannot configure, or implements differently.
+        rows: The table of its keys.
+        rows_beside: Keys outside the section that are written for a run, and not listed by ``explain``.
+        limits: Fields of a run that the system's FSDP2 cannot configure, or implements differently.
         target: The value of ``--to`` that selects its FSDP2.
         suffix: The suffix of its files.
-        heads: The keys above a section written by this dialect, outermost first, each with the entries that precede
-            the section in its mapping. Empty if such a section is a separate file.
-        elsewhere: Returns a note on how the system treats a key without composer_fsdp2, or "".
-        unfinished: Returns findings for keys that a file converted from another system still lacks, from the keys
-            beside its new section.
-        readers: The readers of its files, if more than one.
+        heads: The keys that enclose a new section of this dialect, outermost first, each with the entries that precede
+            the section. Empty if the section is a whole file.
+        elsewhere: Called with a key; returns a note on how the system treats it without composer_fsdp2, or "".
+        unfinished: Called with the keys outside a new section; returns findings for keys that a file of this system
+            still lacks.
+        readers: The programs that read its files differently (such as releases), if there is more than one.
         interpolates: Whether its files are read by OmegaConf, which resolves ``${...}``.
-        words: Lowercase prefixes; every file with a section has a key that starts with one of them.
-        keeps_implicit: Whether its FSDP2 preserves implicit behavior of FSDP1, which the report then lists as well.
-        keeps_files: Whether its files, which already train with FSDP2, stay byte for byte the same if it is the target.
-        silent: Minimal files that enable sharding and leave everything else at implicit settings.
-        companions: For a key, the other keys that it requires to take effect.
-        has_own_models: Whether its models, and so the classes in its files, are not those of transformers.
-        closed_degree: The degree of a mesh with replicas that its files cannot leave open, if any.
+        words: Prefixes in lower case. Every file with a section has a key that starts with one of them.
+        keeps_implicit: Whether its FSDP2 preserves implicit behavior of FSDP1. If so, the report lists this behavior.
+        keeps_files: Whether files of this system, which already trains with FSDP2, are not modified if it is the
+            target.
+        silent: Minimal files that enable sharding, and set nothing else.
+        companions: Key -> the other keys, with values, without which it has no effect.
+        has_own_models: Whether the system has its own models, so class names in its files are not those of
+            transformers.
+        closed_degree: The degree of a mesh with replicas that cannot be -1 in its files, if any.
     """
 
     name: str
@@ -207,7 +212,7 @@ class Dialect:
     closed_degree: str = ""
 
     def find(self, path: Path, values: Mapping[str, Any], parent: Mapping[str, Any]) -> Path | None:
-        """Return the path of the section, if the mapping ``values`` at ``path`` is or contains one, else None."""
+        """Return the path of the section if the mapping ``values`` at ``path`` is or contains one, else None."""
         raise NotImplementedError
 
     def read(self, section: Section) -> Reading:
@@ -219,11 +224,14 @@ class Dialect:
         return written(self.rows, run)
 
     def is_own(self, finding: Finding) -> bool:
-        """Return whether other systems have no counterpart of a finding's key, apart from a target's keys or losses."""
+        """Return whether only this system has a finding's key.
+
+        A conversion drops such a key unless it sets a field of the run.
+        """
         return False
 
     def keeps(self, key: str) -> bool:
-        """Return whether a key stays unchanged, at any value, in a section that stays in this dialect."""
+        """Return whether a key remains unchanged, at any value, if the file remains in this dialect."""
         return False
 
     def row_of(self, key: str) -> Row | None:
@@ -231,11 +239,15 @@ class Dialect:
         return next((row for row in self.rows if key in (row.name, *row.aliases)), None)
 
     def holder(self, path: Path) -> Path:
-        """Return the path of the section to which a mapping belongs; by default the mapping is the section."""
+        """Return the path of the section to which the mapping at ``path`` belongs.
+
+        By default the mapping is the section.
+        """
         return path
 
     def replaced_block(self, section: Section) -> ReplacedBlock | None:
-        """Return the block to replace by another system's section; None if such a file cannot contain one."""
+        """Return the part of the file that another system's section replaces; None if such a file cannot contain
+        that section."""
         return ReplacedBlock(entry=section.path, inner=section.path)
 
     def sections(self, values: Mapping[str, Any]) -> list[Path]:
@@ -243,7 +255,7 @@ class Dialect:
         return list(walk(values, self.find))
 
     def express(self, run: RunConfig) -> Expression:
-        """Express a run as this dialect's FSDP2 keys, with the losses of a file that contains them."""
+        """Express a run as keys of this dialect for FSDP2, with the fields of the run that such a file loses."""
         mesh = run.config.mesh
         if self.closed_degree and mesh.has_replicas and not mesh.is_grouped and getattr(mesh, self.closed_degree) == -1:
             run = run.with_degrees()
@@ -262,10 +274,10 @@ class Dialect:
         return {setting.key: setting.value for setting in new.beside} | values
 
     def losses(self, run: RunConfig, again: Reading) -> tuple[Loss, ...]:
-        """Return the fields of a run that a file of this dialect loses or implements differently.
+        """Return the fields of a run that a file of this dialect loses or implements differently, with findings.
 
         Args:
-            again: The reading of that file.
+            again: The result of reading that file.
         """
         if again.run is not None:
             return tuple(losses(self.limits, run, changed(run, again.run)))
@@ -274,32 +286,37 @@ class Dialect:
         return (Loss(fields=(), finding=fault("the new text", "", reason), is_fault=True),)
 
     def rewrite(self, section: Section, reading: Reading) -> list[MappingEdit]:
-        """Return minimal edits that convert a section of this dialect to its FSDP2 keys; by default none, for systems
-        that already train with FSDP2.
+        """Return minimal edits that convert a section of this dialect to its FSDP2 keys.
+
+        By default none, for systems that already train with FSDP2.
         """
         return []
 
     def settings_in(self, reading: Reading, run: RunConfig) -> Iterator[Setting]:
-        """Yield a run as keys that the reader of a file reads, under the names (such as aliases) used in that file."""
+        """Yield a run as keys that this section's reader knows, by the names (such as aliases) that are used in the
+        file."""
         names = {row.name: key for key, row in reversed([*reading.rows.items()])}
         return (replace(each, key=names.get(each.key, each.key)) for each in self.settings(run))
 
     def path_of(self, section: Section, key: str) -> Path:
-        """Return the path of a present or new key in a file with this section."""
+        """Return the path from the top of the file of a key, which may not exist yet."""
         return section.path_of(key)
 
     def own_findings(self, reading: Reading, lost: Sequence[Loss]) -> tuple[Finding, ...]:
-        """Return the findings of a section that stays in this dialect; by default its keys work as before.
+        """Return the findings of a section that remains in this dialect. By default, its keys work as before.
 
         Args:
-            lost: The losses of the new text; empty if the text is unchanged.
+            lost: The lost fields of the new text; empty if the text is unchanged.
         """
         told = (finding for finding in reading.findings if finding.origin is Origin.KEY)
         kept = (self._as_before(finding, reading.rows.get(finding.key)) for finding in told)
         return (*kept, *(each.finding for each in lost))
 
     def _as_before(self, finding: Finding, row: Row | None) -> Finding:
-        """Mark a finding that matters only in other systems as exact; keep decisions on this value or unknown keys."""
+        """Change the outcome to exact if only other systems lack the key.
+
+        Findings on invalid values and unknown keys are unchanged.
+        """
         is_of_others = row is not None and row.outcome is finding.outcome and row.takes.fits(finding.value)
         outcomes = (Outcome.APPROXIMATE, Outcome.UNSUPPORTED, *([Outcome.NEEDS_DECISION] if is_of_others else []))
         if finding.outcome not in outcomes or not finding.known:
@@ -310,7 +327,8 @@ class Dialect:
     # Used by ``explain`` and the documentation
 
     def places(self, row: Row) -> tuple[str, ...]:
-        """Return the dotted paths of a key in a file; the usual one first, names of earlier releases last."""
+        """Return the dotted paths at which a file may have a key: the usual one first, names of earlier releases
+        last."""
         return (row.name, *row.aliases)
 
     def values(self, row: Row) -> tuple[Any, ...]:
@@ -320,7 +338,7 @@ class Dialect:
         return tuple({repr(value): value for value in (*row.takes.choices, *row.neutral, *default)}.values())
 
     def defaults(self, row: Row) -> Mapping[str, Any]:
-        """Return the default of a key by reader; "" means all readers."""
+        """Return the default of a key for each reader. The key "" is the default for all readers."""
         return {"": row.default}
 
     def aliases(self, row: Row) -> tuple[str, ...]:
@@ -332,11 +350,14 @@ class Dialect:
         return ()
 
     def instead(self, row: Row) -> Mapping[str, str]:
-        """Return an equivalent of a key for each reader that ignores it."""
+        """Return, for each reader that ignores a key, the key that has the same effect there."""
         return {}
 
     def files(self, row: Row, value: Any) -> Mapping[str, Section]:
-        """Return the smallest files in which a key takes effect, by reader; "" if the dialect has one reader only."""
+        """Return, for each reader, the smallest file in which a key has an effect.
+
+        The key "" is used if there is only one reader.
+        """
         return {"": self.silent[0]}
 
     def place(self, row: Row, section: Section) -> str:
@@ -344,7 +365,7 @@ class Dialect:
         return self.places(row)[0]
 
     def with_key(self, row: Row, value: Any, section: Section) -> Section:
-        """Return such a file with this value of a key, and with the keys that it requires to be read."""
+        """Return a file with a key set to ``value``, and with the keys without which it has no effect."""
         given = {**self.companions.get(row.name, {}), **self.switched_on(row)}
         beside = [(each, given[each.name]) for each in self.rows if each.name in given]
         values = section.around
@@ -353,7 +374,7 @@ class Dialect:
         return Section.at(section.path, values)
 
     def switched_on(self, row: Row) -> dict[str, Any]:
-        """Return the key that ``row`` requires to be read, with a value that enables it."""
+        """Return the key that ``row`` requires (``only_with``), with a value that enables it."""
         if not row.only_with:
             return {}
         name, _, values = row.only_with.partition(" = ")
@@ -377,10 +398,10 @@ def implicit(name: str, outcome: Outcome, reason: str, hint: str = "", *, value:
 def with_losses(
     told: Sequence[Finding], found: Sequence[Loss], reading: Reading, target: Dialect
 ) -> tuple[tuple[Finding, ...], list[Finding]]:
-    """Merge the target's losses into the findings of the keys that decide the lost fields.
+    """Merge findings of lost fields into the findings of the keys that set these fields.
 
     Returns:
-        The findings of the section, and those of losses that are not merged into the finding of a key.
+        The findings of the keys, and the findings of lost fields that no key reports.
     """
     rows = {
         each.key: row for each in told if (row := reading.rows.get(each.key)) and decides(row) and _is_usual(each, row)
@@ -403,7 +424,8 @@ def with_losses(
 
 
 def _owner(loss: Loss, alone: Mapping[str, Row]) -> str | None:
-    """Return the key that decides only the first field of a loss, else one with that main field, else any match."""
+    """Return the key that reports a lost field: one that sets only this field, else one that mainly sets it, else
+    any that sets it."""
     first = loss.fields[:1]
     exact = (key for key, row in alone.items() if decides(row) == first)
     main = (key for key, row in alone.items() if meets(first, decides(row)[:1]))
@@ -417,10 +439,10 @@ def _is_usual(finding: Finding, row: Row) -> bool:
 
 
 def _settled(finding: Finding, row: Row, found: Sequence[Loss], owners: Mapping[str, Loss]) -> Finding:
-    """Return the finding of a key with the loss that it owns, or with a note of the losses that others report.
+    """Return the finding of a key with the lost field that it reports, or with a note on fields that other keys report.
 
     Args:
-        owners: The loss that the finding of a key reports, by key; at most one for each key.
+        owners: Key -> the lost field that the finding of this key reports.
     """
     if finding.key in owners:
         loss = owners[finding.key].finding
@@ -441,7 +463,8 @@ def _settled(finding: Finding, row: Row, found: Sequence[Loss], owners: Mapping[
 
 
 def _as_detail(finding: Finding, row: Row | None, by_name: Mapping[str, Finding], target: Dialect) -> Finding:
-    """Change a blocking option of another key's feature to unneeded if that key blocks too, else to approximate."""
+    """Change the finding of a blocking option of another key: to unneeded if that key blocks too, else to
+    approximate."""
     switch = by_name.get(row.only_with.partition(" = ")[0]) if row is not None and row.only_with else None
     if switch is None or not finding.outcome.blocks:
         return finding
@@ -454,16 +477,16 @@ def _as_detail(finding: Finding, row: Row | None, by_name: Mapping[str, Finding]
 def splice(
     settings: Iterable[Setting], keys: Iterable[str], deciding: Mapping[str, Row], prefix: str = ""
 ) -> tuple[dict[str, list[tuple[str, Any]]], list[tuple[str, Any]]]:
-    """Put each setting at the position of the first old key that decides the same field, or else at the end; all old
-    keys are removed.
+    """Replace the old keys of a mapping: each new key takes the position of the first old key that set the same field,
+    else the end.
 
     Args:
-        keys: The old keys of one mapping.
+        keys: The old keys of the mapping. All are removed.
         deciding: ``Reading.deciding`` of the section.
-        prefix: The prefix in ``deciding`` of a key's name in ``keys``.
+        prefix: The prefix that a name in ``keys`` has in ``deciding``.
 
     Returns:
-        The replacements of each old key, and the additions at the end.
+        The new entries instead of each old key, and those at the end.
     """
     replacements: dict[str, list[tuple[str, Any]]] = {key: [] for key in keys}
     named = {

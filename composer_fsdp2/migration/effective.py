@@ -1,4 +1,4 @@
-"""The effective configuration of a section: its explicit keys, and the defaults of all others."""
+"""Compute the effective configuration of a section: its explicit keys, and the defaults of all others."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -11,13 +11,13 @@ from composer_fsdp2.migration.lens import Lens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effective:
-    """The effective values of the keys of one section.
+    """The effective value of each key of a section, explicit or default.
 
     Args:
-        given: The explicit keys, under the names used in the file.
-        rows: The rows of the table by key name, aliases included.
+        given: The explicit keys, by the names used in the file.
+        rows: Key name -> row of the table, including aliases.
         around: The values of the whole file.
-        mappings: Names of keys without a row that take a mapping, and are explicit only if they are none.
+        mappings: Names of mappings without a row. Their keys have rows; an entry that is not a mapping is an error.
     """
 
     given: Mapping[str, Any]
@@ -43,7 +43,8 @@ class Effective:
         return any(name in self.given for name in (row.name, *row.aliases))
 
     def is_on(self, condition: str) -> bool:
-        """Return whether a key is enabled; for ``key = value or value``, whether it has one of these values."""
+        """Return whether a key has a value with an effect; for ``key = value or value``, whether it has one of these
+        values."""
         name, _, values = condition.partition(" = ")
         return self[name] in values.split(" or ") if values else not self.rows[name].is_neutral(self[name])
 
@@ -51,14 +52,14 @@ class Effective:
         return not row.only_with or self.is_on(row.only_with)
 
     def problem(self, row: Lens) -> str:
-        """Return the reason why the value of an explicit key is invalid, or "" if it is valid."""
+        """Return why the explicit value of a key is invalid; "" if it is valid or the key is not set."""
         if not self.is_given(row):
             return ""
         value = self[row.name]
         return row.wrong(value, self) if row.takes.fits(value) else f"this key takes {row.takes.text}"
 
     def finding(self, row: Lens, key: str, value: Any) -> Finding:
-        """Return the finding of a key with this explicit or default value."""
+        """Return the finding of a key with this value, which may be the default."""
         usual = row.usual(key, value)
         if problem := self.problem(row):
             return undecided(usual, problem, "remove it" if row.default is None else f"its default is {row.default!r}")
@@ -70,11 +71,11 @@ class Effective:
     def findings(
         self, unknown: Callable[[str, Any], Finding], name_of: Callable[[str], str] = str
     ) -> Iterator[Finding]:
-        """Yield a finding for each explicit key, and for defaults that have an effect.
+        """Yield a finding for each explicit key, and for each default that has an effect.
 
         Args:
-            unknown: Returns the finding of a key without a row.
-            name_of: Returns the name of a key in the report.
+            unknown: Called with a key without a row and its value; returns the finding.
+            name_of: Called with a key; returns its name in the report.
         """
         for key, value in self.given.items():
             row = self.rows.get(key)

@@ -1,4 +1,4 @@
-"""Explain a key or a value: its meaning under FSDP1 and its outcome under FSDP2, from the tables of every dialect."""
+"""Look up a key or a value in the tables of all dialects: its meaning under FSDP1, and its outcome under FSDP2."""
 
 import re
 import textwrap
@@ -26,10 +26,10 @@ SCHEMA = Path(__file__).with_name("explain.schema.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fate:
-    """Outcome of one value of a key.
+    """The outcome of one value of a key.
 
     Args:
-        readers: Readers with this outcome; empty if the dialect has only one reader.
+        readers: The readers with this outcome; empty if the dialect has only one reader.
     """
 
     value: Any
@@ -44,10 +44,10 @@ class Fate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """A row of a dialect's table, with the outcomes of its values where the value decides the outcome.
+    """A row that matches a query, with the outcome of each value if the outcome depends on the value.
 
     Args:
-        word: The value that was looked up; empty if a key was looked up.
+        word: The value that was looked up; "" if a key was looked up.
     """
 
     dialect: Dialect
@@ -64,7 +64,7 @@ class Explanation:
         return self.dialect.read_by(self.row)
 
     def default_text(self, quote: str = "") -> str:
-        """Return the default, or each default with its readers where readers have different defaults."""
+        """Return the default as text. If readers have different defaults, each with its readers."""
         texts = {
             reader: f"{quote}{value_text(value)}{quote}" for reader, value in self.dialect.defaults(self.row).items()
         }
@@ -130,11 +130,11 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Result of one query.
+    """The result of one query.
 
     Args:
-        implicit: Findings for settings that no key configures, by dialect.
-        near: Keys and values that were likely meant, by dialect, if the query matches nothing.
+        implicit: Dialect -> findings for implicit behavior that no key configures.
+        near: Dialect -> similar keys and values, if the query matches nothing.
     """
 
     keys: Sequence[Explanation] = ()
@@ -167,16 +167,16 @@ _TEXTS = {"None": "null", "True": "true", "False": "false", "[]": "none", "'[]'"
 
 
 def explain(asked: str, *, dialect: str | None = None) -> list[Explanation]:
-    """Explain a key or a value in each dialect.
+    """Look up a key or a value in each dialect.
 
-    Rows with a matching key come first, then rows that take the text as a value. A key may include its path in the
-    file or a prefix, or be written as an option.
+    Rows whose key matches come first, then rows that accept the text as a value. A key may have a path or prefix, or be
+    spelled as a command-line option.
 
     Args:
         asked: ``KEY``, ``VALUE``, or ``KEY=VALUE`` for the outcome of one value.
-        dialect: The only dialect to search; None searches all.
+        dialect: The dialect to search; None: all.
     Returns:
-        The explanations; empty if no dialect has a match (see ``nearest``).
+        The matching rows; empty if no dialect has a match (see ``nearest``).
     """
     written, name, value = _key_and_value(asked)
     depths = [(of, row, _depth(of, row, name)) for of, row in _rows(dialect)]
@@ -190,7 +190,10 @@ def explain(asked: str, *, dialect: str | None = None) -> list[Explanation]:
 
 
 def _taking(word: str, dialect: str | None) -> Iterator[Explanation]:
-    """Yield the rows that take the text as a value, with its outcome there; a number alone is too ambiguous."""
+    """Yield the rows that accept the text as a value, with its outcome.
+
+    A number is not looked up, because many rows accept it.
+    """
     for of, row in _rows(dialect) if any(map(str.isalpha, word)) else ():
         if values := _values_of(of, row, word):
             shown = next((value for value in values if isinstance(value, str)), word)
@@ -198,7 +201,7 @@ def _taking(word: str, dialect: str | None) -> Iterator[Explanation]:
 
 
 def _values_of(dialect: Dialect, row: Row, word: str) -> list[Any]:
-    """Return the text as values of the row or of its nested keys, in a letter case that the row accepts."""
+    """Return the text as values of the row or of its nested keys, in the letter case that the row accepts."""
     texts = ((value, value.values() if isinstance(value, Mapping) else (value,)) for value in dialect.values(row))
     own = [
         value for value, each in texts if any(isinstance(text, str) and text.lower() == word.lower() for text in each)
@@ -211,7 +214,8 @@ def _values_of(dialect: Dialect, row: Row, word: str) -> list[Any]:
 
 
 def _is_word_of(dialect: Dialect, row: Row, word: str, part: str = "") -> bool:
-    """Return whether the row, or its nested key ``part``, accepts this text specifically, rather than any text."""
+    """Return whether the row, or its nested key ``part``, accepts this text because it is a known value, not any
+    string."""
     asked, *others = ({part: each} if part else each for each in (word, *_NO_WORDS))
     return any(
         row.takes.fits(asked, reader) and not any(row.takes.fits(other, reader) for other in others)
@@ -228,7 +232,7 @@ def all_keys(dialect: str | None = None) -> list[Explanation]:
 
 
 def nearest(asked: str, *, dialect: str | None = None) -> dict[str, list[str]]:
-    """Return the keys, and the values as KEY=VALUE, that were likely meant, by dialect."""
+    """Return the keys, and values as KEY=VALUE, that resemble the query, by dialect."""
     written, name, value = _key_and_value(asked)
     near: dict[str, list[str]] = {}
     for of in _dialects(dialect):
@@ -242,19 +246,19 @@ def nearest(asked: str, *, dialect: str | None = None) -> dict[str, list[str]]:
 
 
 def beginning_with(incomplete: str) -> list[str]:
-    """Return keys (the last part of their path) and values of all dialects with this prefix, for shell completion."""
+    """Return the keys (without path) and values of all dialects that start with a text, for shell completion."""
     known = (name for of in EXPLAINED.values() for name in (*_keys(of), *_words(of)))
     return sorted({name for name in known if name.startswith(incomplete) and "." not in name})
 
 
 def _keys(dialect: Dialect) -> dict[str, str]:
-    """Map every name of a key, with and without its path, to the key's usual place."""
+    """Map each name of a key, with and without its path, to the usual path of the key."""
     places = ((place, dialect.places(row)[0]) for row in dialect.rows for place in _named(dialect, row))
     return {name: usual for place, usual in places for name in (place, place.rpartition(".")[2])}
 
 
 def _words(dialect: Dialect) -> dict[str, str]:
-    """Map every string value to KEY=VALUE of the first key that takes it."""
+    """Map each string value to ``KEY=VALUE`` with the first key that accepts it."""
     words: dict[str, str] = {}
     for row in dialect.rows:
         new = (value for value in dialect.values(row) if isinstance(value, str) and value and value not in words)
@@ -263,7 +267,7 @@ def _words(dialect: Dialect) -> dict[str, str]:
 
 
 def implicit_settings(dialect: str | None = None) -> dict[str, list[Finding]]:
-    """Return findings for settings that no key configures, by dialect; a key's default is part of its row."""
+    """Return findings for implicit behavior that no key configures, by dialect. Defaults of keys are not included."""
     found = {
         of.name: {
             finding.key: finding
@@ -294,11 +298,11 @@ def _rows(dialect: str | None) -> Iterator[tuple[Dialect, Row]]:
 
 
 def _key_and_value(asked: str) -> tuple[str, str, str | None]:
-    """Split ``KEY=VALUE``, or a line copied from a file, ``KEY: VALUE``, and strip quotes and punctuation.
+    """Split ``KEY=VALUE``, or ``KEY: VALUE`` copied from a file, and strip quotes and punctuation.
 
     Returns:
-        The key as written; as a dotted name in lower case, of options (``--fsdp-size``) and environment variables, too;
-        and the value.
+        The key as written; the key as a dotted name in lower case, also of options (``--fsdp-size``) and environment
+            variables; the value, or None.
     """
     written, *values = re.split(r"\s*=\s*|:\s+", asked.strip(), maxsplit=1)
     written = written.strip().strip("\"'`:,")
@@ -312,14 +316,15 @@ def _named(dialect: Dialect, row: Row) -> list[str]:
 
 
 def _depth(dialect: Dialect, row: Row, asked: str) -> int:
-    """Return how many trailing parts the name and a place of the row share, if one ends with the other; else 0."""
+    """Return how many trailing parts a query shares with a path of the row, if one ends with the other; else 0."""
     names = (f".{name.lower()}" for name in _named(dialect, row))
     matches = (name for name in names if name.endswith(f".{asked}") or f".{asked}".endswith(name))
     return max((min(name.count("."), asked.count(".") + 1) for name in matches), default=0)
 
 
 def _telling(dialect: Dialect, row: Row) -> tuple[Fate, ...]:
-    """Return the outcomes of the row's values if the value decides; for Boolean values, only if ``outcome`` differs."""
+    """Return the outcomes of the row's values if they differ from the row's; for Boolean values, only if ``outcome``
+    differs."""
     fates = _fates(dialect, row, dialect.values(row))
     length = 1 if all(isinstance(fate.value, bool) for fate in fates) else 4
     return fates if any(_looks(fate.finding)[:length] != _looks(row)[:length] for fate in fates) else ()
@@ -330,7 +335,7 @@ def _looks(of: Finding | Row) -> tuple[object, ...]:
 
 
 def _fates(dialect: Dialect, row: Row, values: Iterable[Any]) -> tuple[Fate, ...]:
-    """Return one outcome for each value, or several where the readers of a dialect differ."""
+    """Return one outcome for each value, or several if readers of the dialect have different outcomes."""
     fates: dict[object, Fate] = {}
     for number, value in enumerate(values):
         for reader, finding in _asked(dialect, row, value):
@@ -341,7 +346,7 @@ def _fates(dialect: Dialect, row: Row, values: Iterable[Any]) -> tuple[Fate, ...
 
 
 def _asked(dialect: Dialect, row: Row, value: Any) -> Iterator[tuple[str, Finding]]:
-    """Yield each reader with its outcome of a value, from the smallest file with the value."""
+    """Yield each reader and the finding of a value, from reading the smallest file with this value."""
     for reader, file in dialect.files(row, value).items():
         parts = dialect.place(row, file).split(".")
         ends = [".".join(parts[number:]) for number in range(len(parts))]  # a report may omit leading parts

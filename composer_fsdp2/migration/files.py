@@ -1,4 +1,4 @@
-"""Migrate files and folders of configurations on all cores; results are written beside their target and renamed."""
+"""Migrate files and folders of configurations in parallel processes. Results are written atomically."""
 
 import codecs
 import contextlib
@@ -35,9 +35,9 @@ class SourceFile:
     """A file to migrate.
 
     Args:
-        place: Path in an output folder, except for the suffix.
-        is_named: Whether the user named the file itself, rather than a folder that contains it.
-        content: Content of standard input, where that is the file.
+        place: The path relative to an output folder; the suffix may differ.
+        is_named: Whether the user named the file, and not a folder that contains it.
+        content: The content of standard input, if that is the source.
     """
 
     file: Path
@@ -52,24 +52,24 @@ _ENDINGS = ", ".join(SUFFIXES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Destination:
-    """Destination of the results: none, the source files, or an output file or folder."""
+    """Where results are written: nowhere, to the source files, or to an output file or folder."""
 
     in_place: bool = False
     output: Path | None = None
     force: bool = False
 
     def folder(self, sources: Sequence[SourceFile]) -> Path | None:
-        """Return the output, unless it is the file for the result of a single named source."""
+        """Return the output if it is a folder; None if it is the file for the result of a single named source."""
         is_one = len(sources) == 1 and sources[0].is_named
         if self.output is None or (is_one and not self.output.is_dir() and self.output.suffix.lower() in SUFFIXES):
             return None
         return self.output
 
     def check(self, sources: Sequence[SourceFile]) -> None:
-        """Refuse a destination that is invalid for any text, before any file is read.
+        """Check the destination before any file is read.
 
         Raises:
-            ConfigError: the destination is invalid; names the file.
+            ConfigError: the destination is invalid for these sources; names the file.
         """
         folder = self.folder(sources)
         has_standard_input = any(source.content is not None for source in sources)
@@ -106,12 +106,13 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileResult:
-    """Result of one file: its migration or the error, and where the text was written.
+    """The result of one file: its migration or an error, and a message on where the text was written.
 
     Args:
-        is_skipped: Whether the file has no section and was not required to have one.
-        content: Content of the file, if it was skipped although the user named it.
-        is_foreign: Whether the file is for a system that is recognized but not read; reported in a folder as well.
+        is_skipped: Whether the file has no section, and was not required to have one.
+        content: The content of a skipped file that the user named.
+        is_foreign: Whether the file is for a system that is identified but cannot be read. It is reported even in a
+            folder.
     """
 
     path: str
@@ -134,7 +135,7 @@ class FileResult:
 
     @property
     def is_changed(self) -> bool:
-        """Whether the new text differs from the old one, written or not."""
+        """Whether the new text differs from the old one, even if it was not written."""
         return self.migration is not None and self.migration.is_changed
 
     def to_json(self) -> dict[str, Any]:
@@ -178,13 +179,13 @@ def _row(finding: Finding) -> str:
 def sources_of(
     paths: Sequence[Path], *, output: Path | None = None, standard_input: bytes | None = None
 ) -> list[SourceFile]:
-    """Return the files, and those in the folders, each once.
+    """Return the files in ``paths`` and in their folders, each once.
 
-    Folders whose names begin with a dot are skipped, and so are links to folders, which may be circular.
+    Skips folders whose names start with a dot, and links to folders, which may be circular.
 
     Args:
-        output: Folder with results of an earlier run, which are not sources of this one.
-        standard_input: Content of STANDARD_INPUT.
+        output: The output folder. Results of an earlier run in it are not sources.
+        standard_input: The content of STANDARD_INPUT.
     Raises:
         ConfigError: no file was found.
     """
@@ -207,7 +208,7 @@ def sources_of(
 
 
 def _files(folder: Path, output: Path | None) -> list[Path]:
-    """Return the configuration files below a folder, and the folders that cannot be read."""
+    """Return the configuration files below a folder. Folders that cannot be read are returned too, and fail later."""
     results = os.path.realpath(output) if output is not None and not _is_at(output, folder) else ""
     found: list[Path] = []
     for above, folders, files in os.walk(folder, onerror=lambda error: found.append(Path(error.filename))):
@@ -230,15 +231,15 @@ def migrate_files(
     allow_unconfigured: bool = False,
     jobs: int = 0,
 ) -> Iterator[FileResult]:
-    """Migrate files, and return their results in order; an invalid file does not stop the others.
+    """Migrate files, and yield their results in order. An error in one file does not stop the others.
 
     Args:
-        to: Target system; None leaves each file with its own.
-        suffix: Suffix for the format of named files; "" infers the format from their names.
+        to: The target system; None: each file's own.
+        suffix: The suffix for the format of named files; "": that of their names.
         allow_unconfigured: Whether a named file may lack a section.
-        jobs: Number of processes for many files; 0 for one per core.
+        jobs: The number of processes; 0: one per core.
     Raises:
-        ConfigError: at the call; a result would overwrite a source or another result.
+        ConfigError: a result would overwrite a source or another result. Raised at the call.
     """
     destination.check(sources)
     folder = destination.folder(sources)
@@ -262,13 +263,13 @@ def migrate_files(
 def _refuse_taken(
     sources: Sequence[SourceFile], folder: Path, look: Callable[[SourceFile], FileResult], *, force: bool
 ) -> None:
-    """Raise ConfigError where a result would overwrite an input or another result.
+    """Raise ConfigError if a result would overwrite a source or another result.
 
-    The suffix of a result depends on its text; only files whose names are equal except for the suffix are migrated
+    The suffix of a result is known only after migration. Files whose names differ only by suffix are therefore migrated
     here.
 
     Args:
-        look: Migrates a file without writing.
+        look: Migrates a file without writing the result.
     """
     inputs = {_place(path): each.file for each in sources for path in (each.file, Path(os.path.realpath(each.file)))}
     stems = [_place(folder / each.place).with_suffix("") for each in sources]
@@ -298,8 +299,9 @@ def _refuse_taken(
 
 
 def _place(path: Path) -> Path:
-    """Return the path that a write to ``path`` changes, in lower case, as a file system may not tell cases apart: links
-    to folders are followed, and a final link is replaced.
+    """Return the path that a write to ``path`` changes, in lower case because some file systems ignore case.
+
+    Links to folders are resolved; a link to a file is itself replaced.
     """
     return Path(os.path.realpath(path.parent).casefold(), path.name.casefold())
 
@@ -363,7 +365,10 @@ def _told(error: Exception, path: str) -> str:
 
 
 def read_named(folder: Path, path: str) -> str | None:
-    """Read a file named in a file of ``folder``: relative to the working directory, as in accelerate, else to it."""
+    """Read a file that a file in ``folder`` references; None if it does not exist.
+
+    The path is relative to the working directory, as in accelerate, else to ``folder``.
+    """
     with contextlib.suppress(OSError, ValueError):
         found = next((each for each in (Path(path), folder / path) if each.is_file()), None)
         return None if found is None else found.read_text(encoding="utf-8")
@@ -383,11 +388,11 @@ def _decoded(content: bytes, path: str) -> str:
 def _write(
     migration: Migration, content: bytes, source: SourceFile, destination: Destination, folder: Path | None
 ) -> str:
-    """Write the new text to the destination, if allowed, and return a message.
+    """Write the new text to the destination unless a finding blocks it, and return a message.
 
     Args:
-        content: Content of the file when it was read.
-        folder: Folder of the destination; None if that is a file.
+        content: The content of the file when it was read.
+        folder: The output folder; None if the output is a file.
     Raises:
         ConfigError: the destination cannot be written, or the file has changed since it was read.
     """
@@ -430,16 +435,16 @@ def _write_in_place(migration: Migration, content: bytes, file: Path) -> str:
 
 
 def _free_name(file: Path) -> Path:
-    """Return FILE.bak, or the first of FILE.bak2 ... that does not exist."""
+    """Return FILE.bak, or the first of FILE.bak2, FILE.bak3, ... that does not exist."""
     names = (Path(f"{file}.bak{number if number > 1 else ''}") for number in itertools.count(1))
     return next(name for name in names if not name.exists())
 
 
 def _replace(path: Path, text: str, *, like: Path | None) -> None:
-    """Write a file atomically, with the owner and permissions of ``like``, if not None.
+    """Write a file atomically. It gets the owner and permissions of ``like``, if set.
 
     Raises:
-        ConfigError: the file cannot be written; names this file, not the one that was read.
+        ConfigError: the file cannot be written; names ``path``.
     """
     try:
         with replacing(path, ending=f".{os.getpid()}.writing") as beside:

@@ -1,4 +1,4 @@
-"""Find ``${...}`` in values; separate from its resolution, because dialects must need neither OmegaConf nor files."""
+"""Find ``${...}`` in values. Resolution is a separate module, because dialects must not depend on OmegaConf."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,12 +12,15 @@ def has_interpolation(value: Any) -> bool:
 
 
 def interpolations(value: Any, path: Path) -> Iterator[tuple[str, Path]]:
-    """Yield each text with an interpolation in a value, at any depth, and its path; ``path`` is that of the value."""
+    """Yield each string with an interpolation in ``value``, at any depth, with its path.
+
+    ``path`` is the path of ``value``.
+    """
     return ((leaf, where) for leaf, where in leaves(value, path) if isinstance(leaf, str) and "${" in leaf)
 
 
 def leaves(value: Any, path: Path) -> Iterator[tuple[Any, Path]]:
-    """Yield each nested value that is neither a mapping nor a list, and its path."""
+    """Yield each nested value that is neither a mapping nor a list, with its path."""
     if not isinstance(value, Mapping | list):
         yield value, path
         return

@@ -1,7 +1,7 @@
-"""Resolve OmegaConf's ``${...}`` interpolations; those that cannot be resolved here stay as written.
+"""Resolve OmegaConf's ``${...}`` interpolations. Those that cannot be resolved here remain as written.
 
-Composer, LLM Foundry and ROLL read their files with OmegaConf (``Dialect.interpolates``); in other files ``${...}`` is
-text.
+Composer, LLM Foundry and ROLL read files with OmegaConf (``Dialect.interpolates``). In other systems' files, ``${...}``
+is a string.
 """
 
 import re
@@ -29,13 +29,13 @@ _OPEN = "$·{"  # replaces "${", which would be read as an interpolation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """The values of a file as its system sees them.
+    """The values of a file with interpolations resolved, in three forms.
 
     Args:
-        values: With interpolations resolved; those that cannot be resolved here stay as written.
-        written: Like ``values``, with the file's text for values that depend on environment variables.
-        public: Like ``values``, without those values of environment variables that may be secrets; their text is for
-            ``as_written``.
+        values: Interpolations are resolved. Those that cannot be resolved here remain as written.
+        written: As ``values``, but values that depend on environment variables are as in the file.
+        public: As ``values``, but without values of environment variables that may be secrets. ``as_written`` converts
+            these to the file's text.
     """
 
     values: Any
@@ -45,7 +45,7 @@ class Resolved:
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """A value that depends on an environment variable, and the file's text for it."""
+    """A value that depends on an environment variable, and its text in the file."""
 
     written: str
     value: Any
@@ -61,13 +61,13 @@ def as_written(text: str) -> str:
 
 
 def resolve(values: Any, words: Collection[str] = (), *, place: str = "") -> Resolved:
-    """Resolve the interpolations in values.
+    """Resolve the interpolations in the values of a file.
 
     Args:
-        words: The values that keys take, in lower case; these are not secrets.
-        place: Prefix of error messages.
+        words: Values that keys accept, in lower case. These are not secrets.
+        place: A prefix for error messages.
     Raises:
-        ConfigError: interpolations expand to too many texts.
+        ConfigError: the expansion is too large.
     """
     if root := reference_root(values):
         inner = resolve(value_at(values, root), words, place=place)
@@ -98,7 +98,7 @@ def _mapped(value: Any, of: Callable[[Any, Path], Any], path: Path = (), keys: A
     """Return the value with each leaf replaced by ``of(leaf, path)``.
 
     Args:
-        keys: Types of mapping keys to include; entries with other keys are dropped.
+        keys: The types of mapping keys to include. Entries with other keys are dropped.
     """
     if isinstance(value, Mapping):
         return {key: _mapped(each, of, (*path, key), keys) for key, each in value.items() if isinstance(key, keys)}
@@ -108,10 +108,11 @@ def _mapped(value: Any, of: Callable[[Any, Path], Any], path: Path = (), keys: A
 
 
 def _check_size(values: Any, texts: Iterable[tuple[str, Path]], place: str) -> None:
-    """Refuse nested references that expand exponentially: forty lines can expand to a terabyte.
+    """Reject nested references that expand exponentially: forty lines can expand to a terabyte.
 
     Raises:
-        ConfigError: too many texts to resolve, with a lower bound of their number, or references nested too deep.
+        ConfigError: there are too many strings to resolve (the message has a lower bound), or references are nested too
+            deep.
     """
     known: dict[Path, int] = {}
 
@@ -131,7 +132,8 @@ def _check_size(values: Any, texts: Iterable[tuple[str, Path]], place: str) -> N
 
 
 def _absolute(text: Any, path: Path) -> str:
-    """Make ``${.x}`` and ``${..x}`` relative to the top of the file; return "" for a value without interpolation."""
+    """Convert relative interpolations (``${.x}``, ``${..x}``) in a string to absolute ones; return "" if it has no
+    interpolation."""
 
     def above(found: re.Match[str]) -> str:
         return "${" + "".join(f"{key}." for key in path[: max(len(path) - len(found[1]), 0)])
@@ -140,7 +142,7 @@ def _absolute(text: Any, path: Path) -> str:
 
 
 def _config(values: Any, texts: Iterable[tuple[str, Path]]) -> DictConfig:
-    """Return a configuration of the top-level entries that the texts of a file name."""
+    """Return an OmegaConf configuration of the top-level entries that interpolations of the file may read."""
     absolute = " ".join(_absolute(*each) for each in texts)
     around = values if isinstance(values, Mapping) else {}
     named = {key: each for key, each in around.items() if str(key) in absolute}
@@ -151,7 +153,8 @@ def _config(values: Any, texts: Iterable[tuple[str, Path]]) -> DictConfig:
 
 
 def _held(value: Any, path: Path) -> Any:
-    """Convert a value for OmegaConf, whose YAML reader takes a date as text and refuses a broken interpolation."""
+    """Convert a value for OmegaConf: dates to strings, and invalid interpolations to None, because OmegaConf rejects
+    them."""
     if not (absolute := _absolute(value, path)):
         return value if isinstance(value, _SCALARS | None) else str(value)
     try:
@@ -162,7 +165,8 @@ def _held(value: Any, path: Path) -> Any:
 
 
 class _Resolver:
-    """Resolve each text of one file once, and record which texts read the environment, directly or indirectly."""
+    """Resolves each string of a file once, and records which strings depend on environment variables, directly or
+    indirectly."""
 
     def __init__(self, config: DictConfig) -> None:
         self._config = config
@@ -175,7 +179,7 @@ class _Resolver:
         return oc.env(*arguments)
 
     def value_of(self, text: Any, path: Path) -> Any:
-        """Return the value of a text, or the text itself if it has no interpolation or cannot be resolved."""
+        """Return the resolved value of a string, or the string if it has no interpolation or cannot be resolved."""
         asked = str(text), _absolute(text, path)
         if asked[1] and asked not in self._known:
             self._known[asked] = text  # set before resolving: the text may be part of its value

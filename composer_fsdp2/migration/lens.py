@@ -1,8 +1,8 @@
-"""Keys as lenses between a system's files and a run, and the fields of a run that a system's files lose.
+"""Keys that are both read from files and written to files (``Lens``), and fields of a run that a system's files lose.
 
-``read`` converts a file's effective configuration to values of a run's fields, ``write`` a run to the key's value. The
-losses of a target are computed: they are the fields that a round trip (writing the run and reading it again) changes. A
-``Limitation`` describes such a field, or one that the target implements differently.
+``read`` converts a file's effective configuration to fields of a run, and ``write`` converts a run to the value of the
+key. A field is lost if its value changes when a run is written as keys of the target and read again. A ``Limitation``
+describes such a field for the report, or a field that the target implements differently.
 """
 
 import re
@@ -21,14 +21,14 @@ Read = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lens(Row):
-    """A key that is read into a run and written from one.
+    """A row whose key is read into fields of a run, and written from a run.
 
     Args:
-        read: For each field that the key sets, the function that computes its value; ``fields`` names the fields that
-            the key decides without setting them.
-        write: Returns the key's value for a run; None omits the key.
-        wrong: Returns the reason why a value that the key takes is wrong beside the other settings, or "".
-        is_told: Whether the key's default has an effect, and is reported for a file without the key.
+        read: Field that the key sets -> function that computes its value. ``fields`` lists fields that the key affects
+            without setting them.
+        write: Called with a run; returns the value of the key. None omits the key.
+        wrong: Called with a value and the other settings; returns why they contradict each other, or "".
+        is_told: Whether to report the default for a file without the key, because it has an effect.
     """
 
     read: Mapping[str, Read] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Lens(Row):
 
 
 def decides(row: Row) -> tuple[str, ...]:
-    """Return the fields of a run that a key decides, the most important first."""
+    """Return the fields of a run that a key sets or affects, the most important first."""
     return row.decides if isinstance(row, Lens) else row.fields
 
 
@@ -56,7 +56,7 @@ _OF_KIND = {
 
 
 def kind_of(name: str) -> str:
-    """Return the group of a field: the fields that in most systems one key decides together."""
+    """Return the group of a field. In most systems, one key sets all fields of a group."""
     first = _OF_KIND.get(name, name.partition(".")[0])
     return first if first in _KINDS else name
 
@@ -85,9 +85,9 @@ def case(
     target: Text | None = None,
     asks: bool | None = None,
 ) -> tuple[Callable[[Any, Any], bool], Mapping[str, Any]]:
-    """Return a case of ``cases``: changes to the finding of values for which ``applies(value, settings)`` is true.
+    """Return an argument of ``cases``: changes of the finding if ``applies(value, settings)`` is true.
 
-    None leaves an attribute of the usual finding unchanged. A text may be a function of the settings.
+    Attributes that are None are those of the row's default finding. A text may be a function of the settings.
     """
     changes = {"outcome": outcome, "reason": reason, "hint": hint, "target": target, "asks": asks}
     return applies, {name: change for name, change in changes.items() if change is not None}
@@ -116,19 +116,19 @@ ANYTHING = object()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limitation:
-    """Fields of a run that a target cannot configure, or implements differently.
+    """Fields of a run that a target cannot configure, or implements differently, and the finding that reports this.
 
     Args:
-        fields: Names of fields, or their prefixes; the first decides whether the limitation applies, and the others are
-            reported with it.
+        fields: Names of fields, or prefixes of names. The first determines whether the limitation applies; the others
+            are reported with it.
         outcome: The outcome of the finding.
-        reason: The reason, in which ``{value}`` is replaced by the value of the first field, and ``{shard_degree}``
-            and ``{replicate_degree}`` by those of the mesh; likewise in ``target`` and ``hint``.
-        was, now: The values of the first field, before and after the round trip, to which the limitation applies.
-        is_kept: Whether it applies to a value that the target's file preserves, instead of a lost one.
-        beside: Required values of other fields.
-        is_any: Whether any of the fields decides whether it applies, instead of the first.
-        title: The title in the report; by default that of the first field.
+        reason: The reason. ``{value}`` is replaced by the value of the first field, and ``{shard_degree}`` and
+            ``{replicate_degree}`` by those of the mesh; also in ``target`` and ``hint``.
+        was, now: Values of the first field, before and after writing and reading, for which the limitation applies.
+        is_kept: Whether it applies if the field is preserved, not if it is lost.
+        beside: Values of other fields, without which it does not apply.
+        is_any: Whether it applies if any of the fields is lost, not only the first.
+        title: The title in the report; by default the title of the first field.
     """
 
     fields: tuple[str, ...]
@@ -148,7 +148,7 @@ class Limitation:
 
         Args:
             run: The values of the run's fields.
-            lost: The lost fields not yet reported, with their values after the round trip.
+            lost: Lost fields that are not reported yet -> value after writing and reading.
             kept: The fields that are not lost.
         """
         if any(run[name] != value for name, value in self.beside.items()):
@@ -179,7 +179,7 @@ def limits(outcome: Outcome, *fields: str, **prose: Any) -> Limitation:
 
 
 def covers(fields: Iterable[str], name: str) -> bool:
-    """Return whether a field is one of ``fields``, or nested in one."""
+    """Return whether the field ``name`` is one of ``fields``, or nested in one of them."""
     return any(name == each or name.startswith(f"{each}.") for each in fields)
 
 
@@ -188,13 +188,13 @@ _USUAL = fields_of(RunConfig.of_fields({}))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """A finding for fields of a run.
+    """The finding for fields of a run that a target loses or implements differently.
 
     Args:
-        fields: The field of the finding, and others that its limitation names.
-        covered: All lost fields that it reports.
-        is_kept: Whether the target's file preserves the fields.
-        is_fault: Whether no limitation of the target covers the fields.
+        fields: The field of the finding first, then other fields of the limitation.
+        covered: All lost fields that the finding reports.
+        is_kept: Whether the fields are preserved in the file, and implemented differently.
+        is_fault: Whether the target has no limitation for the fields, so the loss is a bug of this package.
     """
 
     fields: tuple[str, ...]
@@ -205,11 +205,11 @@ class Loss:
 
 
 def losses(table: Sequence[Limitation], run: RunConfig, lost: Mapping[str, Any]) -> Iterator[Loss]:
-    """Yield findings for the fields that a target's file loses, and for those that it implements differently.
+    """Yield findings for fields that the target's file loses, and for fields that the target implements differently.
 
     Args:
         table: The limitations of the target.
-        lost: The lost fields, with their values after the round trip.
+        lost: Lost field -> its value after writing and reading.
     """
     values, left = fields_of(run.with_degrees()), dict(lost)
     kept = values.keys() - lost.keys()
@@ -232,7 +232,7 @@ def losses(table: Sequence[Limitation], run: RunConfig, lost: Mapping[str, Any])
 
 
 def fault(key: str, value: object, reason: str) -> Finding:
-    """Return a finding for a new text that is not the intended one."""
+    """Return the finding for a new text that is wrong because of a bug of this package."""
     hint = "write it by hand, and please report the file as a fault of composer-fsdp2's"
     outcome = Outcome.NEEDS_DECISION
     return Finding(key=key, value=value, outcome=outcome, reason=reason, hint=hint, origin=Origin.WRITING)

@@ -1,4 +1,4 @@
-"""Convert the text of a configuration file of any system to FSDP2, with a report; writes no file.
+"""Convert the text of a configuration file of any system to FSDP2, with a report. Does not write files.
 
 Called by ``composer-fsdp2 migrate``.
 """
@@ -34,15 +34,18 @@ class NothingToMigrateError(ConfigError):
 
 
 class ForeignSystemError(NothingToMigrateError):
-    """A file for a system that is recognized but not read; skipped in a folder, with a message."""
+    """The file is for a system that is identified but cannot be read.
+
+    In a folder, the file is skipped with a message.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionReport(Value):
-    """Findings of one section.
+    """The findings of one section.
 
     Args:
-        place: Dotted path of the section in the file.
+        place: The dotted path of the section in the file.
     """
 
     dialect: str
@@ -56,18 +59,18 @@ class SectionReport(Value):
         return tuple(finding for finding in self.findings if finding.outcome.blocks)
 
     def text(self, *, hidden: Container[Outcome] = ()) -> str:
-        """Return the findings as lines below a heading; those with a hidden outcome are only counted."""
+        """Return the findings as lines below a heading. Findings with a hidden outcome are only counted."""
         head = f"{self.place or 'the whole file'}, line {self.line}: {self.dialect} -> {self.to}"
         return "\n".join([head, format_findings(self.findings, hidden=hidden)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Migration:
-    """Result of one file: its new text, and a report for each section.
+    """The result of migrating one file: the new text, and a report for each section.
 
     Args:
-        suffix: File name suffix for the new text.
-        is_new_file: Whether the new text is a separate file that cannot replace the old one.
+        suffix: The file name suffix for the new text.
+        is_new_file: Whether the new text is a separate file, which must not replace the old one.
     """
 
     name: str
@@ -83,7 +86,7 @@ class Migration:
 
     @property
     def exit_code(self) -> int:
-        """0 if nothing is left for the user to do, else 1."""
+        """Return 0 if no finding requires an action of the user, else 1."""
         return int(bool(self.blocking))
 
     @property
@@ -96,7 +99,7 @@ class Migration:
         return "".join(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in lines)
 
     def text(self, *, hidden: Container[Outcome] = ()) -> str:
-        """Return the report of all sections; findings with a hidden outcome are only counted."""
+        """Return the report of all sections. Findings with a hidden outcome are only counted."""
         return "\n\n".join(f"{self.name}: {section.text(hidden=hidden)}" for section in self.sections)
 
     def __str__(self) -> str:
@@ -110,9 +113,9 @@ def _lines(text: str) -> list[str]:
 
 
 def may_configure(content: bytes) -> bool:
-    """Return whether a file may have a section: it contains a key that begins like those of some dialect.
+    """Return whether a file may have a section: one of its keys has a prefix in ``Dialect.words``.
 
-    A first filter for the files of a folder, most of which are unrelated to sharding and may have any content.
+    A fast first filter for the files of a folder, most of which do not configure sharding.
     """
     is_wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     text = content.decode("utf-16" if is_wide else "utf-8", errors="ignore").lower()
@@ -138,14 +141,14 @@ def migrate_text(
     """Migrate a text to FSDP2, and report the outcome of each key.
 
     Args:
-        text: Text of a YAML file, or of a TOML file if the name ends so.
-        name: File name for messages.
-        suffix: Suffix of the file format, where the name has none or another.
-        to: Target system, a name of ``TARGETS``; None is the file's own system.
-        dialect: Dialect of the sections; None detects it.
-        at: Dotted path of the section, or of a value that contains the sections; None finds all.
-        read: Reads other files that the text names; by default none.
-        alone: Whether to migrate a DeepSpeed file, which other files name, without such a file.
+        text: The text of a YAML file; TOML or JSON if ``name`` has that suffix.
+        name: The file name for messages.
+        suffix: The suffix of the file format, if ``name`` has no suffix or another one.
+        to: The target system, a name in ``TARGETS``; None: the file's own.
+        dialect: The dialect of the sections; None detects it.
+        at: The dotted path of the section, or of a value that contains sections; None: all sections.
+        read: Called with the path of a file that the text references; returns its content or None. By default None.
+        alone: Whether to migrate a DeepSpeed JSON without a file that references it.
     Raises:
         ConfigError: the file is invalid or has no section (NothingToMigrateError); names file, line and column.
     """
@@ -190,10 +193,10 @@ def find_sections(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
-    """A document, and its values as seen by systems that resolve interpolations.
+    """A document, and its values with interpolations resolved, for systems that resolve them.
 
     Args:
-        is_public: Whether values of environment variables are left out.
+        is_public: Whether values of environment variables are omitted.
     """
 
     document: Document
@@ -228,7 +231,7 @@ _CHOICES = frozenset(
 
 
 def _new_text(file: _File, found: Sequence[tuple[Dialect, Path]], target: Dialect, suffix: str) -> Migration:
-    """Return the migration with findings as the dialects report them: without lines, and with secret values."""
+    """Return the migration with findings as returned by the dialects: without line numbers, and with secret values."""
     document, paths = file.document, [path for _, path in found]
     sections = [file.section(of, path) for of, path in found]
     changes = [
@@ -267,7 +270,7 @@ def _new_text(file: _File, found: Sequence[tuple[Dialect, Path]], target: Dialec
 
 
 def _lost(again: _File | None, target: Dialect, change: Change) -> Sequence[Loss]:
-    """Return the losses: settings of the old text's run that the target's reader does not find in the new text."""
+    """Read the new text with the target, and return the fields of the old run that it loses."""
     if change.run is None or again is None:
         return ()
     values = again.values_for(target)
@@ -314,7 +317,11 @@ def _sections(file: _File, dialect: str | None, at: str | None) -> list[tuple[Di
 
 
 def _own_system(file: _File, found: Sequence[tuple[Dialect, Path]]) -> Dialect:
-    """Return the system that all sections of a file are for; it is the target unless another is given."""
+    """Return the system of all sections of a file, which is the default target.
+
+    Raises:
+        ConfigError: the file has sections of several systems.
+    """
     own, *others = dict.fromkeys(of for of, _ in found)
     if others:
         systems = " and ".join(of.target for of in (own, *others))
@@ -323,7 +330,7 @@ def _own_system(file: _File, found: Sequence[tuple[Dialect, Path]]) -> Dialect:
 
 
 def _outermost(file: _File, found: list[tuple[Dialect, Path]]) -> list[tuple[Dialect, Path]]:
-    """Drop sections inside a mapping that another section replaces: that section's system reads them as its keys."""
+    """Drop sections inside a mapping that belongs to another section, whose system reads them as its keys."""
     kept = list(found)
     for inner in found:
         blocks = (of.replaced_block(file.section(of, path)) for of, path in kept if (of, path) != inner)
@@ -333,7 +340,7 @@ def _outermost(file: _File, found: list[tuple[Dialect, Path]]) -> list[tuple[Dia
 
 
 def _refuse_unreadable(file: _File, dialects: Sequence[Dialect]) -> None:
-    """Raise ConfigError if a section cannot be read: it is an unresolvable interpolation, or not a mapping."""
+    """Raise ConfigError if a section is an interpolation that cannot be resolved, or not a mapping."""
     heads = {head for of in dialects if of.interpolates for head, _ in of.heads}
 
     def is_unreadable(path: Path, values: Mapping[str, Any], parent: Mapping[str, Any]) -> Path | None:
@@ -366,7 +373,8 @@ def _sections_at(
 
 
 def _check(file: _File, found: Sequence[tuple[Dialect, Path]], target: Dialect) -> None:
-    """Raise ConfigError for sections that cannot be migrated regardless of their settings."""
+    """Raise ConfigError for sections that cannot be edited, regardless of their settings, such as those with
+    duplicate keys."""
     document = file.document
     for _, path in found:
         above = (document.duplicate(path[:depth], key) for depth, key in enumerate(path))
@@ -396,10 +404,11 @@ _NOT_SHOWN = "it depends on an environment variable, whose value no report has"
 
 
 def _publicly(report: SectionReport, public: SectionReport) -> SectionReport:
-    """Return the report without values of environment variables, because it may be shown to anybody.
+    """Return a report of which no finding shows values of environment variables, because a report may be published.
 
     Args:
-        public: The report of the same section, read with other values for these variables.
+        report: The report with these values, which determines the outcomes.
+        public: The report of the same section, read without these values.
     """
     told: defaultdict[object, list[Finding]] = defaultdict(list)
     for each in public.findings:
@@ -414,7 +423,7 @@ def _publicly(report: SectionReport, public: SectionReport) -> SectionReport:
 
 
 def _placed(finding: Finding, file: _File, section: Path, after: str) -> Finding:
-    """Return the finding with file and line, also for a key outside the section."""
+    """Return the finding with file and line. Its key may be outside of the section."""
     key = tuple(finding.key.split("."))
     places = ((*section[:depth], *key) for depth in range(len(section), -1, -1))
     path = next((each for each in places if has_path(file.resolved.values, each)), None)
@@ -436,7 +445,8 @@ def _placed(finding: Finding, file: _File, section: Path, after: str) -> Finding
 
 
 def _with_references(finding: Finding, file: _File, path: Path, after: str) -> Finding:
-    """Return the finding with the references in its key's value, and a hint about one that the new text lacks."""
+    """Return the finding with interpolations as in the file, and a hint on an interpolation that the new text no
+    longer has."""
     written, values = (value_at(each, path) for each in (file.resolved.written, file.resolved.values))
     if written != values or finding.reason is _NOT_SHOWN:
         finding = replace(finding, value=written)

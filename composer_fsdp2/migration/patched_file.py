@@ -1,6 +1,8 @@
-"""Patches of a run, applied to the text of its file in its own keys; writes no file. Called by ``plan --suggest``.
+"""Apply changes of a run to the text of its file, in the file's own keys.
 
-The patched run is written as keys and read again. The first set of keys that results in exactly this run is used.
+Called by ``plan --suggest``; does not write files.
+
+Candidate sets of keys are written and read again. The first one that results in exactly the changed run is used.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,19 +25,21 @@ from composer_fsdp2.migration.run import OF_TRAINING, RunConfig, changed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch(Value):
-    """Changes to a run.
+    """Changes of a run.
 
     Args:
-        fields: New values of fields of the run, by name.
-        keys: New values of keys that decide no field, by path from the top of the file; None removes a key.
+        fields: Field of the run -> new value.
+        keys: Path of a key that sets no field of the run -> new value; None removes the key.
     """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[Path, Any] = field(default_factory=dict)
 
     def leaves_open(self, name: str) -> bool:
-        """Return whether the system may set a field differently: the number of ranks; details of activation
-        checkpointing if the patch changes it; batches and accumulation if the patch changes keys.
+        """Return whether a field may differ from the patched run.
+
+        This is the number of ranks; options of activation checkpointing if the patch changes it; batches and
+        accumulation if the patch changes keys.
         """
         kind = kind_of(name)
         is_detail = kind == "activation_checkpointing" and kind in map(kind_of, self.fields)
@@ -45,7 +49,7 @@ class Patch(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyChange(Value):
-    """A change to a key, named by its dotted path from the top of the file; None means that the key is absent."""
+    """The change of one key, named by its dotted path from the top of the file. None means that the key is absent."""
 
     key: str
     before: Any
@@ -60,11 +64,11 @@ class KeyChange(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchedFile:
-    """The text of a file with a patch applied, or the reason why it cannot be applied.
+    """The text of a file with a patch applied, or the reason why the patch cannot be applied.
 
     Args:
-        after: The patched text; the same as ``before`` if the patch cannot be applied.
-        is_migrated: Whether the text was migrated to FSDP2's keys, because FSDP1's cannot express the patch.
+        after: The patched text; equal to ``before`` if the patch cannot be applied.
+        is_migrated: Whether the text was also migrated to FSDP2's keys, because FSDP1's keys cannot express the patch.
         missing: The reason why the patch cannot be applied, or "".
     """
 
@@ -83,12 +87,14 @@ class PatchedFile:
 def apply_patch(
     text: str, name: str, patch: Patch, *, dialect: str | None = None, at: str | None = None
 ) -> PatchedFile:
-    """Apply a patch to one section of a file, migrated within its own system if its FSDP1 keys cannot express it.
+    """Apply a patch to one section of a file.
+
+    If FSDP1's keys cannot express it, first migrate the file within its system.
 
     Args:
         dialect, at: As in ``migrate_text``; if several sections are found, the first is patched.
     Raises:
-        ConfigError: the text is not such a file.
+        ConfigError: the text has no section.
     """
     document, sections = find_sections(text, name, dialect=dialect, at=at)
     of, section = sections[0]
@@ -150,8 +156,9 @@ def _set(values: Mapping[Path, Any]) -> _Assigned:
 def _candidates(
     of: Dialect, section: Section, before: Reading, asked: RunConfig, fields: Mapping[str, Any]
 ) -> Iterator[_Assigned]:
-    """Yield sets of keys to try, fewest changes first: keys of the file, then new keys, then a rewrite of all keys that
-    decide the fields.
+    """Yield sets of keys to try, the fewest changes first.
+
+    First existing keys, then also new keys, then a rewrite of all keys that set the patched fields.
     """
     assert before.run is not None
     old = {of.path_of(section, each.key): each for each in of.settings_in(before, before.run.without_training())}
@@ -160,7 +167,10 @@ def _candidates(
     rows = {path: row for path, row in rows.items() if has_path(section.around, path)}
 
     def place_of(path: Path) -> Path:
-        """Return the path to write a key to; a missing key replaces one in its mapping with the same first field."""
+        """Return the path at which to write a key.
+
+        A new key replaces an existing one in its mapping with the same first field.
+        """
         first, others = new[path].fields[:1], (each for each in rows if each not in old | new)
         same = (each for each in others if each[:-1] == path[:-1] and decides(rows[each])[:1] == first)
         return path if has_path(section.around, path) else next(same, path)
@@ -190,7 +200,7 @@ def _candidates(
 
 
 def _unlike(of: Dialect, asked: RunConfig, before: Reading, after: Reading, patch: Patch) -> str:
-    """Return the reason why the new text does not result in the patched run, or "" if it does."""
+    """Return why the new text does not result in the patched run, or "" if it does."""
     known = {each.key for each in before.findings if each.outcome.blocks}
     if found := next((each for each in after.findings if each.outcome.blocks and each.key not in known), None):
         return found.reason
@@ -209,10 +219,10 @@ def _unlike(of: Dialect, asked: RunConfig, before: Reading, after: Reading, patc
 
 
 def _edited(document: Document, section: Section, assigned: _Assigned) -> str:
-    """Return the new text.
+    """Return the text with the keys changed.
 
     Raises:
-        ConfigError: it does not have the intended values.
+        ConfigError: the new text does not have the intended values.
     """
     meant = list(_edits_of(document, section, assigned))
     after = document.edited(edits_of(document, section, meant))
@@ -230,7 +240,10 @@ def _edited(document: Document, section: Section, assigned: _Assigned) -> str:
 
 
 def _edits_of(document: Document, section: Section, assigned: _Assigned) -> Iterator[MappingEdit]:
-    """Yield an edit for each mapping; keys without a mapping are added, nested, to the nearest existing one."""
+    """Yield one edit per mapping.
+
+    A key whose mapping does not exist is added, nested, to the nearest existing mapping.
+    """
     replaced: dict[Path, dict[str, Settings]] = {}
     added: dict[Path, dict[str, Any]] = {}
     for path, entries in assigned.items():

@@ -1,4 +1,4 @@
-"""Paths into the values of a file of any format, and entries of its mappings."""
+"""Access values of a file by path, in any format, and change entries of mappings."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -8,12 +8,11 @@ Settings = Sequence[tuple[str, Any]]
 
 
 def walk(values: Any, find: Callable[..., Path | None], path: Path = (), parent: Any = None) -> Iterator[Path]:
-    """Yield the paths that ``find`` returns for the mappings of a file, outermost first; the contents of a mapping with
-    such a path are not searched.
+    """Yield the paths that ``find`` returns for the mappings of a file, outermost first.
 
     Args:
-        find: Returns a path or None for the path of a mapping, its values and those of its parent mapping (empty in a
-            list).
+        find: Called with the path of a mapping, its values and those of its parent mapping (empty in a list). If it
+            returns a path, the contents of the mapping are not searched.
     """
     if isinstance(values, list):
         for number, each in enumerate(values):
@@ -48,7 +47,7 @@ def has_path(values: Any, path: Iterable[str | int]) -> bool:
 
 
 def with_entries(values: Any, path: Path, replacements: Mapping[str, Settings], additions: Settings = ()) -> Any:
-    """Return the values with entries of the mapping at ``path`` replaced by others, and with further entries."""
+    """Return the values with entries of the mapping at ``path`` replaced, and ``additions`` appended to it."""
     if not path:
         new = [new for old in values.items() for new in replacements.get(str(old[0]), [old])]
         return dict([*new, *additions])
@@ -67,7 +66,7 @@ def find_at(values: Any, path: Iterable[str | int]) -> Any:
 
 
 def without_path(values: Any, path: Path) -> Any:
-    """Return the values without the entry at ``path``, or all values if they have no such path."""
+    """Return the values without the entry at ``path``; unchanged without one."""
     return with_entries(values, path[:-1], {str(path[-1]): []}) if has_path(values, path) else values
 
 

@@ -1,4 +1,4 @@
-"""Map a function over values in worker processes that may be killed."""
+"""Map a function over values in worker processes. The result of a worker that is killed is computed by the caller."""
 
 import multiprocessing
 import os
@@ -23,8 +23,8 @@ def in_processes(
 
     Args:
         work: A function at module level, or a partial of one.
-        num_processes: None for one per core.
-        killed: Returns the result for a value whose process was killed, for example when memory ran out.
+        num_processes: The number of processes; None: one per core.
+        killed: Called with a value whose process was killed, for example for lack of memory; returns the result.
     """
     num_done = 0
     try:

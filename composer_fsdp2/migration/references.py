@@ -1,6 +1,4 @@
-"""Verification of a new text, and the parts of a file that depend on the text of a section: aliases of its anchor, and
-interpolations that refer to it.
-"""
+"""Verify a new text, and handle values elsewhere in a file that depend on a section: aliases and interpolations."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,8 +15,10 @@ from composer_fsdp2.migration.paths import Path, has_path, value_at, with_entrie
 
 
 def with_shared(document: Document, path: Path, sections: Sequence[Path], change: Change) -> Change:
-    """Return the change of a section that may be an alias or an interpolation: covered by the change of the section to
-    which it refers, or else written out in place, with a finding.
+    """Return the change of a section that may be an alias of, or an interpolation with, another section.
+
+    If the other section is changed too, this one needs no edit. Otherwise the section is copied in place, with a
+    finding.
     """
     written_as = document.written_as(path) if change.edits else ""
     if not written_as:
@@ -41,10 +41,12 @@ def with_shared(document: Document, path: Path, sections: Sequence[Path], change
 def read_again(
     document: Document, after: str, suffix: str, sections: Sequence[Section], changes: Sequence[Change]
 ) -> tuple[Document, tuple[Finding, ...]]:
-    """Parse the new text, and return its document and findings for entries outside the sections whose meaning changes.
+    """Parse and verify the new text.
+
+    Return the document, and findings for entries outside the sections whose values change.
 
     Raises:
-        ConfigError: the text does not have the intended values and must not be written; names file and line.
+        ConfigError: the text does not have the intended values, and must not be written; names file and line.
     """
     try:
         again = open_document(after, document.name, suffix)
@@ -106,7 +108,7 @@ def _shared_findings(document: Document, changes: Sequence[Change], *, changes_e
 
 
 def _not_as_meant(document: Document, path: Path, section: Section) -> ConfigError:
-    """Return an error for a new text with wrong values, which is not written."""
+    """Return the error for a new text that does not have the intended values."""
     way_out = (
         "write out what stands in the file as an alias of something in the section"
         if document.has_aliases

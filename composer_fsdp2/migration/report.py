@@ -1,4 +1,4 @@
-"""Results of a migration of several files, for programs and CI (JSON), reviewers (Markdown) and the terminal."""
+"""Report the migration of several files: JSON for programs and CI, Markdown for reviewers, text for the terminal."""
 
 import sys
 import textwrap
@@ -22,11 +22,11 @@ _SHOWN_VALUES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The results of one run.
+    """The results of one call of ``composer-fsdp2 migrate``.
 
     Args:
-        error: The error that stopped the run or prevented its start.
-        fails_on_change: Whether a file that would change, or did, makes the exit code nonzero.
+        error: The error that stopped the migration; "" without one.
+        fails_on_change: Whether the exit code is nonzero if a file would change or was changed.
     """
 
     results: Sequence[FileResult] = ()
@@ -64,10 +64,10 @@ class Report:
         return "\n\n".join(result.markdown() for result in self.results) + "\n"
 
     def summary(self, changed: str) -> str:
-        """Return the number of files of each kind.
+        """Return the number of files in each state as text.
 
         Args:
-            changed: Label of files whose text changes.
+            changed: The label for files whose text changes.
         """
         counts = self.counts()
         num_changed = sum(result.is_changed for result in self.results if result.state is State.READY)
@@ -86,11 +86,11 @@ class Report:
         return [*of_files, self.error] if self.error else of_files
 
     def decisions(self) -> str:
-        """Return the findings that need a decision, one entry per reason with count and places; "" without any."""
+        """Return the findings that need a decision, one line per reason with count and places; "" without any."""
         return self._by_reason("to decide", lambda outcome: outcome.blocks, num_places=_SHOWN_PLACES)
 
     def differences(self) -> str:
-        """Return the findings by which runs differ from FSDP1's, one line per reason with its count; "" without any."""
+        """Return the findings with outcome approximate, one line per reason with their number; "" without any."""
         return self._by_reason("approximate", lambda outcome: outcome is Outcome.APPROXIMATE, num_places=0)
 
     def _by_reason(self, heading: str, is_shown: Callable[[Outcome], bool], num_places: int) -> str:

@@ -1,4 +1,4 @@
-"""The run that a configuration of any dialect describes, independent of the key names of any framework."""
+"""The training run that a configuration file describes, independent of a system's keys."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -15,32 +15,33 @@ from composer_fsdp2.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig(Value):
-    """The configuration of a training run, as far as any dialect can express it.
+    """The configuration of a training run: all settings that some dialect can express.
 
     Args:
-        config: The sharding configuration, with -1 for a degree that depends on the number of ranks.
+        config: The sharding configuration. A degree that depends on the number of ranks is -1.
         precision: Composer's precision; ``amp_...`` runs the forward under torch.autocast.
-        stored_dtype: The dtype in which the system stores trained parameters, and with them the optimizer's state,
-            regardless of the dtype in which they were created; None: the dtype of their creation.
+        stored_dtype: The dtype to which the system converts trained parameters, and so also the optimizer's state;
+            None: not converted.
         state_dict_type: The format of checkpoints, "full" or "sharded".
-        verbose: As in an ``fsdp_config``.
+        verbose: The key ``verbose`` of an ``fsdp_config``.
         async_save: Whether checkpoints are written while training continues.
         save_only_model: Whether checkpoints omit the optimizer.
         max_grad_norm: The norm to which gradients are clipped.
-        other_clipping: Another kind of gradient clipping, with its threshold: ``value 0.5``.
+        other_clipping: Gradient clipping other than by norm, with its threshold, such as ``value 0.5``.
         num_ranks, num_nodes: The numbers of ranks and nodes, if the file sets them.
-        tensor_parallel, pipeline_parallel, expert_parallel: Degrees in ranks, in addition to those of the mesh.
-        has_expert_axis: Whether expert parallelism has a separate axis of ranks, in addition to the shards.
-        tiled_chunks: The number of pieces in which MLPs are computed, if the file does not name their classes.
-        selective_checkpointing: Which of the checkpointed modules are recomputed: every n-th, or by operator.
+        tensor_parallel, pipeline_parallel, expert_parallel: Degrees of parallelism, in addition to those of the mesh.
+        has_expert_axis: Whether expert parallelism has its own mesh axis, and does not use the shard axis.
+        tiled_chunks: The number of chunks of tiled MLPs, if the file does not name their classes.
+        selective_checkpointing: Selective activation checkpointing: every n-th module ("n"), or some operators of each
+            ("op").
         compile: Whether the model is compiled.
-        adapter: The adapter, such as ``lora``, that is trained instead of the model's parameters; the code creates it.
-        has_fp8_layers: Whether a converter replaces layers by fp8 ones, at any precision.
-        microbatch_size: The number of rows in a rank's microbatch.
-        num_microbatches: The number of microbatches of a rank per step of the optimizer.
-        global_batch_size: The number of rows of all ranks per step of the optimizer.
-        max_duration: In Composer's format: ``1000ba`` steps of the optimizer, ``3ep`` epochs.
-        optimizer: Its name and torch's options, as in ``training.py``.
+        adapter: The type of adapter that is trained, such as ``lora``. The training script creates it.
+        has_fp8_layers: Whether layers are replaced by fp8 layers, independent of ``precision``.
+        microbatch_size: Rows of a microbatch on one rank.
+        num_microbatches: Microbatches of a rank per optimizer step.
+        global_batch_size: Rows of all ranks per optimizer step.
+        max_duration: The duration of training in Composer's format: ``1000ba`` (optimizer steps) or ``3ep`` (epochs).
+        optimizer: The optimizer's name and options, named as in torch; see ``training.py``.
         undecayed: The parameters that are excluded from weight decay.
     """
 
@@ -73,7 +74,9 @@ class RunConfig(Value):
 
     @classmethod
     def of_fields(cls, values: Mapping[str, Any]) -> "RunConfig":
-        """Return a run with these fields; fields of ``config`` are named without that prefix, nested ones with dots.
+        """Return a run with these fields.
+
+        Nested fields have dotted names; fields of ``config`` are named without ``config.``.
 
         Raises:
             ConfigError: the values contradict each other.
@@ -94,12 +97,12 @@ class RunConfig(Value):
 
     @property
     def context_parallel(self) -> int:
-        """The number of ranks over which sequences are divided; parameters are sharded over these ranks as well."""
+        """The number of ranks over which sequences are sharded. Parameters are sharded over these ranks as well."""
         return self.config.context_parallel_degree
 
     @property
     def mlp_chunks(self) -> int | None:
-        """The number of pieces of the sequence in which MLPs are computed."""
+        """The number of chunks of the sequence in which MLPs are computed."""
         return self.tiled_chunks if self.config.tiled_mlp is None else self.config.tiled_mlp.chunks
 
     @property
@@ -108,7 +111,7 @@ class RunConfig(Value):
         return self.tensor_parallel * self.pipeline_parallel * (self.expert_parallel if self.has_expert_axis else 1)
 
     def with_degrees(self) -> "RunConfig":
-        """Return the run with the open degree of the mesh resolved, if the number of ranks determines it."""
+        """Return the run with a mesh degree of -1 resolved, if the number of ranks determines it."""
         if self.num_ranks is None or self.other_axes != 1:
             return self
         try:
@@ -122,10 +125,9 @@ class RunConfig(Value):
         return self.with_fields(dict.fromkeys(OF_TRAINING))
 
     def with_batches(self) -> "RunConfig":
-        """Return the run with the global batch computed from a rank's number of microbatches, or the reverse, if the
-        number of ranks is known.
+        """Return the run with the global batch computed from a rank's number of microbatches, or the reverse.
 
-        Both stay unchanged if several ranks share a batch.
+        Both are unchanged if the number of ranks is unknown, or several ranks compute the same batch.
         """
         rows, ranks, count, batch = (
             self.microbatch_size,
@@ -156,7 +158,7 @@ _MORE = ("wrap.embeddings", "wrap.output", *_BATCHES, "max_duration", "optimizer
 
 
 def fields_of(run: RunConfig) -> dict[str, Any]:
-    """Return the fields of a run by name, with the options of disabled features normalized."""
+    """Return the fields of a run by name. Options of disabled features are set to their defaults, to compare runs."""
     config = run.config
     checkpointing, precision, wrap = config.activation_checkpointing, config.mixed_precision, config.wrap
     if not checkpointing.enabled:
@@ -197,7 +199,7 @@ def _flat(value: Any) -> dict[str, Any]:
 
 
 def changed(before: RunConfig, after: RunConfig) -> dict[str, Any]:
-    """Return the fields in which two runs differ on the same number of ranks, with their values in ``after``."""
+    """Return the fields in which two runs differ on the same number of ranks, with the values in ``after``."""
     asked = replace(before, num_ranks=_num_ranks(before)).with_degrees()
     found = replace(after, num_ranks=asked.num_ranks)
     old = fields_of(asked)

@@ -11,7 +11,7 @@ TARGETS: dict[str, Dialect] = {dialect.target: dialect for dialect in DIALECTS.v
 
 
 def file_text(target: Dialect, values: Mapping[str, Any], source: str) -> str:
-    """Return the text of a file of the target system with these values.
+    """Return the text of a new file of the target system with these values.
 
     Args:
         source: The name of the source file, for the comment in the first line.

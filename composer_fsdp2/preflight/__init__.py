@@ -1,1 +1,1 @@
-"""Plan a run without GPUs: a user's file -> a model without weights, its plan, and findings on substitutes."""
+"""Plan a user's run without GPUs: read its file, build the model without weights, plan it, and report assumptions."""

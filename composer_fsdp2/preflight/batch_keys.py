@@ -1,4 +1,4 @@
-"""The keys of other systems for a run's batch, sequence length and optimizer, and their defaults."""
+"""The keys with which other systems set batch, sequence length and optimizer, and their defaults."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,12 +15,14 @@ from composer_fsdp2.preflight.run_file import assumed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchKeys:
-    """A system's keys; the first one set applies, searched from the sharding section outwards.
+    """The keys of one system.
+
+    Of several, the first one set applies, searched from the sharding section to the top of the file.
 
     Args:
-        microbatch, accumulation, rank_batch, global_batch, sequence, optimizer: Dotted keys; ``rank_batch`` is the rows
-            of a rank in a step, an alternative to ``accumulation``.
-        defaults: The system's defaults, by field or option.
+        microbatch, accumulation, rank_batch, global_batch, sequence, optimizer: Dotted keys. ``rank_batch`` is the
+            number of rows of a rank per step, an alternative to ``accumulation``.
+        defaults: The defaults of the system, by field of this class or optimizer option.
         options: torch's name of an optimizer option -> the system's key; ``implementation`` is TorchTitan's key for
             ``fused`` and ``foreach``.
     """
@@ -113,11 +115,11 @@ def read_batches(
     sequence: int | None,
     longest: int | None = None,
 ) -> Batches:
-    """Read a rank's batches and optimizer from a file.
+    """Read a rank's microbatches and the optimizer from a file.
 
     Args:
         num_data_ranks: The number of ranks that read different batches.
-        microbatch, sequence: From the command line; they override the file.
+        microbatch, sequence: Values of the command line, which override the file.
         longest: The model's maximum sequence length in tokens.
     Raises:
         ConfigError: a value is not a positive integer, or the global batch is not divisible by ``num_data_ranks``.
@@ -184,7 +186,9 @@ def _lengths(section: Section, given: int | None) -> int | None:
 
 
 def batch_keys(dialect: str, section: Section, *, rows: int, number: int, global_rows: int) -> dict[Path, Any]:
-    """The keys that set the microbatch size without changing the batch, by path; empty if the file has no such key.
+    """Return the keys to write for a microbatch size, by path, so the global batch does not change.
+
+    Empty if the file has no key for the batch.
 
     Args:
         rows: Rows of one microbatch.
@@ -206,7 +210,10 @@ def batch_keys(dialect: str, section: Section, *, rows: int, number: int, global
 
 
 def _first(section: Section, names: Iterable[str]) -> tuple[Path, Any]:
-    """The path and value of the first key that is set, from the section outwards; () and None if none is."""
+    """Return the path and value of the first key in ``names`` that is set, or () and None.
+
+    Each name is searched from the sharding section to the top of the file.
+    """
     depths = range(len(section.path), -1, -1)
     paths = ((*section.path[:depth], *name.split(".")) for name in names for depth in depths)
     path = next((each for each in paths if find_at(section.around, each) is not None), ())

@@ -20,9 +20,11 @@ _Traced = tuple[ShardingPlan, MicrobatchTrace | None, str]
 
 
 def predict_batch(batch: CountedBatch) -> Prediction:
-    """Predict rank 0's step: from the YAML alone, as ``plan`` reads it, else from the ranks' model and plan.
+    """Predict memory and communication of rank 0's step, for ``compare``.
 
-    Failures are reported in ``Prediction.reason`` or in a note; raises nothing. Does not communicate.
+    Reads the YAML as ``plan`` does. For a script, or if that fails, uses the model and plan of the running ranks.
+
+    Does not raise: failures are in ``Prediction.reason`` or in a note. Called on rank 0; does not communicate.
     """
     choices = [OptimizerChoice(name=type(each).__name__, options=each.defaults) for each in batch.optimizers]
     optimizer, findings = counted_optimizer(choices[0] if choices else OptimizerChoice(name="SGD", options={}))

@@ -1,4 +1,4 @@
-"""Settings that ``--suggest`` does not change, because it would change results or a finding needs a decision first."""
+"""Determine settings that ``--suggest`` must not change: they affect results, or a finding needs a decision first."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ _RANDOM = re.compile(r"(?!summary|classifier).*(dropout|pdrop|jitter)")
 
 
 def fixed_settings(run: PreflightRun) -> dict[str, str]:
-    """Map fields of ``Settings`` to the reason for not changing them; the last reason wins."""
+    """Map fields of ``Settings`` to the reason for not changing them. Of several reasons, the last is returned."""
     return dict(_reasons(run))
 
 

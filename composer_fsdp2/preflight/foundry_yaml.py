@@ -1,4 +1,4 @@
-"""Read an LLM Foundry YAML and build its model with LLM Foundry, with substitutes for unavailable parts."""
+"""Read an LLM Foundry YAML and build its model with LLM Foundry, replacing parts that are unavailable here."""
 
 import contextlib
 import math
@@ -88,7 +88,10 @@ def _built(build: Any, foundry: Any, given: dict[str, Any], file: RunFile, reque
 
 
 def _batches(config: Any, request: Request) -> Batches:
-    """A rank's batch as divided by Composer's Trainer; the command line's microbatch takes precedence."""
+    """Return a rank's microbatches, computed as in Composer's Trainer.
+
+    The command line's microbatch overrides the file's.
+    """
     findings: tuple[Finding, ...] = ()
     rows = config.device_train_microbatch_size if request.microbatch is None else request.microbatch
     if rows == "auto":

@@ -1,6 +1,6 @@
-"""Compute one microbatch's loss on synthetic inputs, which may be fake tensors.
+"""Compute the loss of one microbatch on synthetic inputs, which may be fake tensors.
 
-Each function returns the loss, and the objects that stay alive until the end of backward.
+Each function returns the loss, and the objects that the trainer references until the end of backward.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,11 +16,12 @@ from composer_fsdp2.errors import ConfigError
 def composer_loss(
     model: nn.Module, rows: int, tokens: int, *, keys: Sequence[str] = (), given: Any = None
 ) -> tuple[torch.Tensor, Any]:
-    """As in Composer's Trainer: ``loss(forward(batch), batch)``; ``State.outputs`` references the outputs in backward.
+    """Compute ``model.loss(model(batch), batch)`` as Composer's Trainer, which references the outputs during backward.
 
     Args:
-        keys: Keys of the batch beside ``input_ids`` and ``labels``.
-        given: A batch whose shapes and dtypes are used instead, filled with zeros.
+        keys: Further keys of the batch, besides ``input_ids`` and ``labels``. Their values are integer tensors of the
+            same shape.
+        given: A batch to imitate: its tensors are replaced by zeros of the same shapes and dtypes.
     """
     batch: Any = {name: _ids(model, rows, tokens) for name in ("input_ids", "labels", *keys)}
     if given is not None:
@@ -30,10 +31,14 @@ def composer_loss(
 
 
 def labels_loss(model: nn.Module, rows: int, tokens: int, *, keeps_outputs: bool) -> tuple[torch.Tensor, Any]:
-    """The model computes the loss from the labels.
+    """Call a model that computes the loss from ``labels``.
 
     Args:
-        keeps_outputs: As Composer's Trainer does; a Hugging Face Trainer frees them after the forward.
+        keeps_outputs: Whether outputs are referenced during backward, as by Composer's Trainer. A Hugging Face Trainer
+            frees them after the forward.
+
+    Raises:
+        ConfigError: the model returns no loss.
     """
     outputs = model(input_ids=_ids(model, rows, tokens), labels=_ids(model, rows, tokens))
     loss = outputs["loss"] if isinstance(outputs, Mapping) and "loss" in outputs else None
@@ -52,7 +57,7 @@ def _ids(model: nn.Module, rows: int, tokens: int) -> torch.Tensor:
 
 
 def _total(loss: Any) -> torch.Tensor:
-    """Composer reads ``total`` from a dict of losses, and sums a sequence of losses."""
+    """Reduce a model's losses to one as Composer: ``total`` of a dict, the sum of a sequence."""
     if isinstance(loss, Mapping):
         return loss["total"]
     return sum(loss) if isinstance(loss, list | tuple) else loss  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Build a transformers model without weights from its ``config.json``; does not use the network."""
+"""Build a transformers model without weights from its ``config.json``, without network access."""
 
 import contextlib
 import importlib
@@ -19,13 +19,14 @@ FILE = "config.json"
 
 
 def find_model_config(path: str | Path | None, name: str | None = None) -> Path:
-    """The ``config.json`` of a model: ``path``, the one in the folder ``name``, or the cached one of that name.
+    """Return the path of a model's ``config.json``: ``path`` if set, else in the folder ``name``, else in the Hub's
+    cache.
 
     Args:
         path: ``--model-config``: a file or a folder.
-        name: A model's name on the Hugging Face hub, or its folder.
+        name: The name of a model on the Hugging Face Hub, or its folder.
     Raises:
-        ConfigError: none was found; names the way to get it.
+        ConfigError: no such file exists; the message says how to download it.
     """
     if path is not None:
         file = Path(path) / FILE if Path(path).is_dir() else Path(path)
@@ -42,7 +43,7 @@ def find_model_config(path: str | Path | None, name: str | None = None) -> Path:
 
 
 def _missing(name: str) -> str:
-    """Why a model has no ``config.json`` here, and the way to get it."""
+    """Return the reason why a model has no ``config.json`` on this machine, and how to download it."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return f"the folder {name} has no {FILE}"
@@ -67,7 +68,9 @@ def _cached(name: str) -> Path | None:
 
 @contextlib.contextmanager
 def folder_with(path: Path) -> Iterator[Path]:
-    """A folder with the file as its ``config.json``, for ``from_pretrained``; a temporary one if necessary."""
+    """Yield a folder in which the file is named ``config.json``, for ``from_pretrained``; a temporary folder if
+    necessary.
+    """
     if path.name == FILE:
         yield path.parent
         return
@@ -83,7 +86,7 @@ def is_model_config(values: Any) -> bool:
 
 
 def build_model(path: Path, changes: Mapping[str, Any]) -> nn.Module:
-    """Build the model of a ``config.json`` on the meta device, with modified values.
+    """Build the model of a ``config.json`` on the meta device. ``changes`` override values of the file.
 
     Raises:
         ConfigError: transformers does not know the model, or cannot build it; names the file.
@@ -118,7 +121,9 @@ def build_model(path: Path, changes: Mapping[str, Any]) -> nn.Module:
 
 
 def _model_class(kind: str, values: Mapping[str, Any]) -> Any:
-    """The first class of ``architectures`` in this transformers, else its class for language models."""
+    """Return the first class in ``architectures`` that the installed transformers has, else its language model class
+    for ``kind``.
+    """
     from transformers.models.auto import modeling_auto as names
     from transformers.models.auto.configuration_auto import model_type_to_module_name
 

@@ -1,4 +1,7 @@
-"""Read files of other systems, or a model's ``config.json``: settings, with a model from elsewhere."""
+"""Read training configurations of other systems, or a model's ``config.json``.
+
+These files have no model definition: the model is the user's function, or built from a ``config.json``.
+"""
 
 import copy
 from collections.abc import Mapping
@@ -46,13 +49,14 @@ _MODE = ("activation_checkpoint", "mode")  # TorchTitan's
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Config:
-    """A section, translated to Composer's keys.
+    """The sharding section of a file, translated to Composer's keys.
 
     Args:
-        tensor_degree: The TP degree, if layers are sharded by the plan of a known model.
-        named: The model's name on the hub, or its folder, if the file names it.
-        is_composers: Whether the file contains Composer's own section.
-        selective: Recompute only every n-th layer, or with ``op`` only some operators of each.
+        tensor_degree: The TP degree; layers are sharded by the plan of a known model.
+        named: The model's name on the Hub, or its folder, if the file has one.
+        is_composers: Whether the section is one of Composer, not of another system.
+        selective: TorchTitan's selective recomputation: "n" recomputes every n-th layer, ``op`` only some operators of
+            each layer.
     """
 
     section: Section
@@ -121,7 +125,7 @@ def read_other_file(file: RunFile, request: Request) -> tuple[nn.Module, Trainin
 
 
 def _read_model_config(file: RunFile) -> _Config:
-    """Read a model's ``config.json``; the command line's overrides configure the training, with Foundry's keys."""
+    """Read a model's ``config.json``. Overrides on the command line configure the training, with LLM Foundry's keys."""
     given = {key: value for key, value in file.values.items() if key not in file.document.values}
     fsdp = given.get("fsdp_config") or {}
     if not isinstance(fsdp, Mapping):
@@ -192,7 +196,10 @@ def _composers(section: Section) -> _Config:
 
 
 def _translated(file: RunFile, dialect: Dialect, section: Section, world_size: int) -> _Config:
-    """The keys that ``migrate --to composer`` writes; settings that Composer lacks are in the findings."""
+    """Translate a section as ``migrate --to composer`` does.
+
+    Settings that Composer does not have are in the findings.
+    """
     reading = dialect.read(section)
     if reading.run is None:
         blocking = [each for each in file.placed(reading.findings) if each.outcome.blocks]
@@ -226,7 +233,10 @@ def _translated(file: RunFile, dialect: Dialect, section: Section, world_size: i
 
 
 def _undecided(reading: Reading, expression: Expression) -> list[Finding]:
-    """Findings that need a decision for any target, or change the sharding, beside settings that Composer lacks."""
+    """Return findings that need a decision or change the sharding in any target system.
+
+    Findings of settings that Composer lacks are omitted here, because ``_translated`` adds them.
+    """
     findings, _ = with_losses(reading.findings, expression.losses, reading, _COMPOSER)
     lost = {name for each in expression.losses if not each.is_kept for name in each.fields[:1]}
     found = []
@@ -240,7 +250,7 @@ def _undecided(reading: Reading, expression: Expression) -> list[Finding]:
 
 
 def _with_layers(config: _Config, model: nn.Module) -> _Config:
-    """Use a transformers model's own layers as units if the file does not select units."""
+    """Make the decoder layers of a transformers model the units if the file does not select units."""
     fsdp, findings = dict(config.fsdp), []
     has_own_models = config.dialect.has_own_models  # their classes do not exist in transformers
     policy = fsdp.get("wrap_policy")
@@ -264,7 +274,7 @@ def _with_layers(config: _Config, model: nn.Module) -> _Config:
 
 
 def _recompute_partly(model: nn.Module, fsdp: Mapping[str, Any], selective: str) -> Mapping[str, Any]:
-    """Make the model's layers recompute selectively, as TorchTitan does; returns the remaining keys."""
+    """Make the model's layers recompute selectively, as TorchTitan does; return the keys that are still to apply."""
     named = fsdp.get(_RECOMPUTED)
     classes = no_split_classes(model) if named == _LAYERS else set(named or ())
     layers = [module for module in model.modules() if type(module).__name__ in classes]

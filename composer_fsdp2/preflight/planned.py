@@ -1,4 +1,4 @@
-"""Plan one step of a user's run: trace, replay and time bounds as one value."""
+"""Plan one step of a user's run: trace a microbatch, replay the step, and bound its time."""
 
 from dataclasses import dataclass
 
@@ -12,12 +12,12 @@ from composer_fsdp2.preflight.run_file import as_config_error
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Questions(Value):
-    """The options of a plan.
+    """What to predict of a step.
 
     Args:
-        memory: The device memory that the step must fit; None: not compared.
-        machine: The speeds that bound the step's time; None: no bounds.
-        counts_activations: Whether a microbatch is traced.
+        memory: The device memory with which the peak is compared; None: no comparison.
+        machine: The speeds for lower bounds of the step's time; None: no bounds.
+        counts_activations: Whether a microbatch is traced to predict activations.
     """
 
     memory: Memory | None = None
@@ -26,12 +26,12 @@ class Questions(Value):
 
 
 def plan_step(run: PreflightRun, source: str, questions: Questions) -> PlannedStep:
-    """Memory, collectives and time bounds of one step before it is run.
+    """Predict memory, collectives and time bounds of one step of ``run``.
 
     Args:
-        source: The file, as the user named it.
+        source: The file name as the user wrote it, for the output and errors.
     Raises:
-        ConfigError: the model's forward or backward cannot be traced; names the way out.
+        ConfigError: forward or backward cannot be traced; the message suggests ``--no-activations``.
     """
     optimizer, findings = counted_optimizer(run.optimizer)
     trace = None

@@ -21,15 +21,16 @@ from composer_fsdp2.prepare import plan_run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """A file's settings other than the model.
+    """The settings of a file, except for the model.
 
     Args:
-        fsdp_config: In the form that ``prepare_fully_shard`` takes, like ``tensor_parallel``.
-        batches: A rank's batches; ``findings`` includes their findings.
-        batch_rows: Rows per rank; None: all microbatches have the same number.
-        keeps_outputs: Whether Composer's Trainer trains a model that is not a ComposerModel.
-        has_fp8_layers: Whether layers compute in fp8 with any ``precision``.
-        findings: With their places in the file.
+        fsdp_config, precision, tensor_parallel: As for ``prepare_fully_shard``.
+        batches: The microbatches of a rank. Their findings are also in ``findings``.
+        batch_rows: Rows of a batch on one rank; None: all microbatches have the same number of rows.
+        keeps_outputs: For a model that is not a ComposerModel: whether outputs are referenced during backward, as by
+            Composer's Trainer.
+        has_fp8_layers: Whether layers compute in fp8, independent of ``precision``.
+        findings: Substitutes and assumptions, with file and line.
     """
 
     fsdp_config: Any
@@ -43,8 +44,10 @@ class Training:
 
 
 class ModelWrapper(nn.Module):
-    """Wraps a module that is not a ComposerModel: its only child is the root unit, with the same name as in Composer's
-    ``HuggingFaceModel``."""
+    """Wraps a module that is not a ComposerModel.
+
+    Its only child, ``model``, is the root unit, as in Composer's ``HuggingFaceModel``.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -55,7 +58,9 @@ class ModelWrapper(nn.Module):
 
 
 def built(model: ModelOrFunction) -> nn.Module:
-    """Build a model in the form that Composer shards; a function is called with ``meta`` as the default device.
+    """Return the model in training mode, wrapped in ``ModelWrapper`` unless it is a ComposerModel.
+
+    A function is called with ``meta`` as the default device.
 
     Raises:
         ConfigError: the function raised, or did not return a module.
@@ -71,10 +76,11 @@ def built(model: ModelOrFunction) -> nn.Module:
 
 
 def planned_run(model: nn.Module, training: Training, request: Request) -> PreflightRun:
-    """The run of a model returned by ``built``.
+    """Plan a model that ``built`` returned, and return the run.
 
     Raises:
-        ConfigError, PlanError, UnsupportedError: as on the ranks, except that blocking findings are returned.
+        ConfigError, PlanError, UnsupportedError: as raised by ``prepare_fully_shard`` on the ranks. Blocking findings
+            are not raised but returned.
     """
     batches = training.batches
     _refuse_sizes(batches)
@@ -108,7 +114,7 @@ def planned_run(model: nn.Module, training: Training, request: Request) -> Prefl
 
 
 def _loss(model: nn.Module, *, keeps_outputs: bool) -> Loss:
-    """The loss function of Composer's Trainer, or of a Hugging Face Trainer."""
+    """Return the loss function of Composer's Trainer for a ComposerModel, else that of a Hugging Face Trainer."""
     if isinstance(model, ModelWrapper):
         return partial(labels_loss, keeps_outputs=keeps_outputs)
     # An MPT that masks attention between packed documents reads another key of its batches.

@@ -1,4 +1,4 @@
-"""The input of ``plan``: a model on the meta device, its plan, and a function that computes one microbatch."""
+"""The value that ``plan`` reads from a file: a model on the meta device, its plan, and the loss of one microbatch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from composer_fsdp2.sharding.plan import ShardingPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerChoice:
-    """The optimizer's options, and its name in Composer, Foundry or torch (``decoupled_adamw``, ``AdamW``)."""
+    """An optimizer: its name in Composer, Foundry or torch (``decoupled_adamw``, ``AdamW``), and its options."""
 
     name: str
     options: Mapping[str, Any]
@@ -29,19 +29,19 @@ class OptimizerChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightRun:
-    """One training step for a number of ranks, as configured by a file.
+    """A training run as configured by a file, for ``world_size`` ranks.
 
     Args:
-        model: On the meta device; its direct children are the root units, as in Composer.
-        plan: For ``world_size`` ranks.
-        loss: Computes one microbatch's loss.
-        microbatch_size: Rows of a microbatch that one rank reads.
-        num_microbatches: Per batch, on one rank.
-        batch_rows: Rows of a batch on one rank; the last microbatch may have fewer than the others.
-        sequence_length: In tokens.
-        gpus_per_node: Consecutive ranks that share a node.
-        has_fp8_layers: Whether layers compute in fp8 with any ``precision``.
-        findings: Substitutes and assumptions, with their places in the file.
+        model: The model on the meta device. Its direct children are the root units, as in Composer.
+        plan: The sharding plan for ``world_size`` ranks.
+        loss: A function that computes the loss of one microbatch.
+        microbatch_size: Rows that one rank reads per microbatch.
+        num_microbatches: Microbatches of a batch on one rank.
+        batch_rows: Rows of a batch on one rank. The last microbatch may have fewer rows than the others.
+        sequence_length: Tokens per row.
+        gpus_per_node: The number of consecutive ranks on each node.
+        has_fp8_layers: Whether layers compute in fp8, independent of ``precision``.
+        findings: Substitutes and assumptions, with file and line.
     """
 
     model: nn.Module
@@ -61,13 +61,13 @@ class PreflightRun:
 
     @property
     def computed_rows(self) -> int:
-        """Rows of a microbatch that a rank computes, including those gathered from other ranks."""
+        """Rows that a rank computes per microbatch, including those gathered from other ranks."""
         config = self.plan.config
         is_gathered = config.effective_broadcast_batch is BroadcastBatch.GATHER
         return self.microbatch_size * (config.data_block_size if is_gathered else 1)
 
     def trace(self) -> MicrobatchTrace:
-        """Trace one microbatch; may raise any error of the model's code for tensors without data."""
+        """Trace one microbatch on fake tensors. Raises any error of the model's code on tensors without data."""
         return trace_microbatch(
             self.model,
             self.plan,
@@ -78,8 +78,11 @@ class PreflightRun:
         )
 
     def estimate(self, trace: MicrobatchTrace | None, *, num_microbatches: int | None = None) -> StepEstimate:
-        """Estimate one step with the optimizer of ``counted_optimizer``, optionally with another number of
-        microbatches."""
+        """Estimate one step with the state of ``counted_optimizer``.
+
+        Args:
+            num_microbatches: Overrides the run's number.
+        """
         return estimate_step(
             self.plan,
             trace,
@@ -91,7 +94,7 @@ class PreflightRun:
 
 
 def counted_optimizer(choice: OptimizerChoice) -> tuple[OptimizerState, tuple[Finding, ...]]:
-    """The optimizer's state; AdamW's, with a finding, if it is unknown here."""
+    """Return the state sizes of the optimizer. An unknown optimizer is counted as AdamW, with a finding."""
     try:
         return optimizer_state(choice.name, choice.options), ()
     except ConfigError as error:

@@ -12,15 +12,15 @@ from composer_fsdp2.preflight.run_file import Request, RunFile, as_config_error
 
 
 def read_run(path: str | Path, **how: Any) -> PreflightRun:
-    """The run that a file configures, with its model on the meta device; needs no GPU, network or weights.
+    """Read the run that a file configures, with its model on the meta device. Requires no GPU, network or weights.
 
     Args:
         path: An LLM Foundry YAML, another system's configuration (with ``model_config`` or ``model``), or a
             transformers model's ``config.json``.
-        how: The fields of ``Request``, such as ``world_size``, whose default is accelerate's ``num_processes``.
+        how: Fields of ``Request``. Without ``world_size``, accelerate's ``num_processes`` in the file applies.
     Raises:
-        ConfigError: the file does not exist or contains no configuration, the number of ranks does not fit, or the
-            model cannot be built; one line.
+        ConfigError: the file does not exist or has no configuration, the world size does not fit it, or the model
+            cannot be built.
         PlanError, UnsupportedError: the model cannot be sharded in this configuration.
     """
     file = RunFile.read(Path(path), how.get("overrides", ()))

@@ -1,4 +1,4 @@
-"""A user's file as values, with the line of each key, and the command line's overrides."""
+"""A user's file: its values with the command line's overrides, and the line of each key."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,12 +30,13 @@ class Request:
     """Options for reading a file.
 
     Args:
-        gpus_per_node: For a ``process_group`` by nodes.
+        gpus_per_node: Ranks per node, for a ``process_group`` by nodes.
         model_config: A ``config.json`` or its folder, for a model that the file does not describe.
-        model: Replaces the file's model: a module, or a function that builds it.
-        microbatch: Rows; replaces the file's number, or its ``auto``.
-        sequence: Tokens per row; replaces the file's.
-        device: The ranks' device type.
+        model: A module, or a function that builds it, instead of the file's model.
+        microbatch: Rows per microbatch, instead of the file's value. With None, ``auto`` in the file is planned as 1
+            row.
+        sequence: Tokens per row, instead of the file's value.
+        device: The device type of the ranks.
         overrides: ``KEY=VALUE`` strings that replace values of the file.
     Raises:
         ConfigError: a number is out of range.
@@ -61,13 +62,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFile:
-    """A parsed file.
+    """A parsed configuration file.
 
     Args:
-        document: With the settings of a referenced DeepSpeed file, or of the file itself if it is one.
-        written: The document as on disk.
-        values: With interpolations resolved where possible, and with overrides.
-        overrides: From the command line, unchanged.
+        document: The parsed document. Settings of DeepSpeed, in a referenced file or in this file, are translated to
+            the system's keys.
+        written: The document as on disk, without these changes.
+        values: The document's values with overrides, and with interpolations resolved where possible.
+        overrides: ``KEY=VALUE`` strings of the command line.
     """
 
     path: Path
@@ -79,7 +81,7 @@ class RunFile:
 
     @classmethod
     def read(cls, path: Path, overrides: Iterable[str] = ()) -> "RunFile":
-        """Read a file.
+        """Read and parse a file.
 
         Raises:
             ConfigError: the file does not exist or cannot be read; names it and the line.
@@ -109,7 +111,7 @@ class RunFile:
         )
 
     def placed(self, findings: Iterable[Finding]) -> tuple[Finding, ...]:
-        """Add file and line to the findings; keys that are not in the file get the file only."""
+        """Return the findings with file and line. For keys that are not in the file, only the file is added."""
         placed = (replace(each, where=self._place(each.key)) for each in findings)
         if self.deepspeed is None:
             return tuple(placed)
@@ -139,10 +141,9 @@ def _overridden(values: Mapping[str, Any], overrides: tuple[str, ...]) -> Mappin
 
 @contextlib.contextmanager
 def as_config_error(what: str) -> Iterator[None]:
-    """Convert any error in the block, from other packages' code, to a ConfigError with ``what`` and the error on one
-    line.
+    """Convert any error that another package raises in the block to a ConfigError: ``what`` and the error, on one line.
 
-    An error of the Hugging Face Hub's client is replaced by the next step.
+    For an error of the Hugging Face Hub's client, the message has the next step instead.
     """
     try:
         yield
@@ -155,5 +156,5 @@ def as_config_error(what: str) -> Iterator[None]:
 
 
 def assumed(key: str, value: object, reason: str, hint: str = "") -> Finding:
-    """The finding of an assumed value, for a setting that is not in the file."""
+    """Return the finding for a value that this package assumes, because the file does not set it."""
     return Finding(key=key, value=value, outcome=Outcome.APPROXIMATE, reason=reason, hint=hint, origin=Origin.IMPLICIT)

@@ -19,9 +19,10 @@ def recompute_every(nth: int, layers: Iterable[nn.Module]) -> None:
 
 
 def recompute_by_operator(layers: Iterable[nn.Module]) -> None:
-    """Make the layers recompute everything except the results of expensive operators.
+    """Make the layers save the results of expensive operators, and recompute all others in backward.
 
-    Replaces ``forward``, because a wrapper would change paths and classes, on which the tensor parallel plan depends.
+    Replaces each layer's ``forward``. A wrapper module would change the paths and classes on which a tensor parallel
+    plan depends.
     """
     for layer in layers:
         forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=_saving_products)
@@ -29,7 +30,8 @@ def recompute_by_operator(layers: Iterable[nn.Module]) -> None:
 
 
 def _saving_products() -> Any:
-    """A policy that saves the operators in ``_SAVED``, and every second matrix product, starting with the first."""
+    """Return a policy that saves the operators in ``_SAVED``, and every second matrix product, starting with the
+    first."""
     num_products = {False: 0, True: 0}
 
     def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

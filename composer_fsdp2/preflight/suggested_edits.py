@@ -1,4 +1,7 @@
-"""Proposed edits of a user's file: the fastest settings that fit, each planned from the edited file itself."""
+"""Propose edits of a user's file: the fastest settings that fit.
+
+Each proposal is planned by reading the edited file.
+"""
 
 import contextlib
 import math
@@ -35,10 +38,10 @@ Replan = Callable[[str], PreflightRun]
 
 @contextlib.contextmanager
 def replanning(path: str | Path, **how: Any) -> Iterator[Replan]:
-    """Read edited texts from a temporary folder; the user's file is not modified.
+    """Yield a function that reads an edited text as a run, from a temporary folder. The user's file is not modified.
 
     Args:
-        how: Options of ``read_run``.
+        how: Keyword arguments of ``read_run``.
     """
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, Path(path).name)
@@ -64,15 +67,17 @@ def suggest_edits(
     machine: Machine,
     decided: Mapping[str, str] | None = None,
 ) -> SuggestedEdits:
-    """Find the fastest settings with which a file's run fits, as edits of the file.
+    """Search for the fastest settings with which a run fits in memory, and return them as edits of its file.
 
     Args:
-        run: The file's run; ``planned`` is its step, with activations.
-        text: The file's text; ``name`` is its name.
-        replan: Reads an edited text.
-        memory_bytes: The limit of the estimated peak of a rank's device.
-        machine: All speeds must be known.
-        decided: Setting -> why it must not change.
+        run: The run that the file configures.
+        planned: The predicted step of ``run``, including activations.
+        text: The file's content.
+        name: The file's name.
+        replan: A function that reads an edited text as a run; see ``replanning``.
+        memory_bytes: The limit for the estimated peak memory of a rank's device.
+        machine: The speeds for the step's time; all must be set.
+        decided: Settings that must not change -> the reason; see ``fixed_settings``.
     Raises:
         ConfigError: no section of the file configures sharding.
     """
@@ -157,18 +162,18 @@ _CACHE = (
 
 
 def _first_problem(error: ComposerFSDP2Error) -> str:
-    """One of an error's lines, which has one for each unit that is refused for the same reason."""
+    """Return an error's first line, and the number of others: an error has one line for each rejected unit."""
     first, *others = str(error).splitlines() or [""]
     return " ".join(f"{first} (and {len(others)} more)".split()) if others else " ".join(first.split())
 
 
 @dataclass(kw_only=True, slots=True)
 class _Editor:
-    """Writes settings into the file, and plans the edited file.
+    """Writes candidate settings into the file, and plans the edited file.
 
     Args:
-        files: Settings -> the edited file.
-        unsaid: Reason -> settings that are impossible.
+        files: Planned settings -> the edited file.
+        unsaid: Reason -> settings that the file cannot express or that cannot be planned.
     """
 
     run: PreflightRun
@@ -188,7 +193,7 @@ class _Editor:
         return present_settings(self.run.plan, self.run.microbatch_size)
 
     def rate(self, settings: Settings) -> Candidate | None:
-        """The plan of the edited file; None if it is impossible, with the reason in ``unsaid``."""
+        """Plan the file with ``settings``. Returns None if that is impossible, and adds the reason to ``unsaid``."""
         try:
             file = self._patched(settings)
             run = self._replan(settings, file)
@@ -213,8 +218,11 @@ class _Editor:
         return run
 
     def candidate(self, settings: Settings, run: PreflightRun) -> Candidate:
-        """[Note: microbatches alike] All microbatches between the first and the last use the same memory and send the
-        same bytes, so three represent any number."""
+        """Estimate the step time and peak memory of an edited file.
+
+        [Note: microbatches alike] All microbatches between the first and the last use the same memory and send the same
+        bytes, so an estimate with three microbatches represents any number.
+        """
         key = (run.plan.checkpointed, run.plan.config.activation_checkpointing, run.computed_rows)
         if key not in self.traces:
             self.traces[key] = run.trace()

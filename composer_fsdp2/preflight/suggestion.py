@@ -1,4 +1,4 @@
-"""The output of ``plan --suggest``: proposed edits of a file, fastest first, and their text."""
+"""The result of ``plan --suggest``: proposed edits of a file, fastest first, and their text form."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from composer_fsdp2.migration.patched_file import KeyChange
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggestion(Value):
-    """One proposal, with the estimate of the edited file.
+    """One proposed edit, with the estimate of the edited file.
 
     Args:
-        changes: Changed keys of the file.
+        changes: The keys that the edit changes.
         seconds: Approximate duration of a step.
         peak_bytes: Peak device memory of a rank.
         host_bytes: Host memory of a rank.
-        reasons: Changed setting -> why the run's numbers are rounded differently; empty if results are the same.
-        notes: Further steps for the user.
-        diff: The file's diff.
+        reasons: Changed setting -> why it changes rounding; empty if the run's results are bitwise the same.
+        notes: Further steps that the user must take.
+        diff: The edit as a unified diff.
     """
 
     changes: tuple[KeyChange, ...]
@@ -34,7 +34,7 @@ class Suggestion(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotProposed(Value):
-    """Settings that are not proposed, because the file has no keys for them or ``reason`` prevents it."""
+    """Settings that are not proposed. Either the file has no keys for them, or ``reason`` says what prevents it."""
 
     what: str
     reason: str
@@ -42,16 +42,16 @@ class NotProposed(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuggestedEdits(Value):
-    """All proposals for a run.
+    """The proposed edits for a run.
 
     Args:
-        memory_bytes: The limit for the estimated peak.
-        seconds, peak_bytes: Estimates of the unmodified run.
-        speeds: The assumed speeds with their sources.
+        memory_bytes: The limit for the estimated peak memory.
+        seconds, peak_bytes: Step time and peak memory of the unmodified run.
+        speeds: The assumed speeds and their sources.
         proposals: At most three, fastest first.
-        nearest: If nothing fits, the one with the lowest peak; None if that is the unmodified run.
-        helps: If nothing fits, further changes that would help.
-        num_tried: Number of plans tried.
+        nearest: If no edit fits, the edit with the lowest peak; None if no edit lowers it.
+        helps: If no edit fits, other changes that would lower the peak.
+        num_tried: The number of settings planned.
         unsaid: Settings that are not proposed.
     """
 

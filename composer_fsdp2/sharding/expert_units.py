@@ -1,10 +1,10 @@
-"""Reject or handle policies that make single experts FSDP units.
+"""Detect experts of MoE layers that would be FSDP units of their own, and reject them or warn.
 
-[Note: experts] A rank skips an expert that none of its tokens chose, unless the model runs every expert on every rank.
-If the expert is an FSDP unit, only some ranks all-gather it, while the others all-gather another expert of equal size.
-The gradients are then wrong, without an error. If the expert belongs to the unit of its layer, all ranks all-gather it.
-``idle_experts`` also prevents the error: every rank runs every expert ([Note: idle experts] in
-``parallel/idle_experts.py``).
+[Note: experts] A rank skips an expert if no token is routed to it, unless the model runs every expert on every rank. If
+the expert is an FSDP unit, only some ranks call its all-gather. The other ranks are in the all-gather of another expert
+of equal size, and the two are matched: gradients are wrong, and no error is raised. An expert that belongs to the unit
+of its layer is all-gathered by all ranks. ``idle_experts`` also avoids the mismatch: every rank runs every expert
+([Note: idle experts] in ``parallel/idle_experts.py``).
 """
 
 import re
@@ -26,13 +26,13 @@ _WRONG = "gather another one instead and train on wrong gradients, without an er
 
 
 def refuse_experts(modules: Mapping[str, nn.Module], wrap: Wrap, units: Iterable[str]) -> None:
-    """Reject units that are experts ([Note: experts]), unless a parent module sets ``runs_every_expert``.
+    """Raise if a unit is an expert ([Note: experts]), unless a parent module sets ``runs_every_expert``.
 
     Args:
-        modules: All modules of the model, by every path.
+        modules: All modules of the model; a shared module is listed under each of its paths.
         units: Paths of the units chosen by the policy.
     Raises:
-        UnsupportedError: names the first of them, and alternatives.
+        UnsupportedError: names the first such units, and alternatives.
     """
     skipped = [path for path in units if _is_expert(path, modules, wrap) and not _all_run(path, modules)]
     if skipped:
@@ -48,7 +48,8 @@ def refuse_experts(modules: Mapping[str, nn.Module], wrap: Wrap, units: Iterable
 
 
 def notes_on_siblings(modules: Mapping[str, nn.Module], units: Iterable[str]) -> Iterator[str]:
-    """Warn of units that may be experts under another name: several modules of one class in a list inside a layer."""
+    """Yield a warning about units that may be experts by another name: modules of one class in a list inside a
+    layer."""
     found = [path for path in units if _is_one_of_several(path, modules) and not _all_run(path, modules)]
     if found:
         yield (
@@ -61,7 +62,10 @@ def notes_on_siblings(modules: Mapping[str, nn.Module], units: Iterable[str]) ->
 
 
 def notes_of_hooks(modules: Mapping[str, nn.Module], units: Iterable[str]) -> Iterator[str]:
-    """Warn of experts that the model's own hooks make units; the author may know that all of them run."""
+    """Yield a warning about experts that the model's hooks make units.
+
+    It is not an error: the model may run all of them.
+    """
     found = [path for path in units if _is_expert(path, modules, Wrap()) and not _all_run(path, modules)]
     if found:
         yield (
@@ -79,10 +83,10 @@ def experts_by_name(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def expert_blocks(modules: Mapping[str, nn.Module], wrap: Wrap, units: Iterable[str]) -> tuple[ExpertBlock, ...]:
-    """The modules that call experts, if some of these experts are units or contain units.
+    """Return the modules that call experts, for experts that are units or contain units.
 
     Args:
-        modules: All modules of the model, by every path.
+        modules: All modules of the model; a shared module is listed under each of its paths.
         units: Paths of all units, chosen by hooks or by a policy.
     """
     found = {expert for path in units for expert in _enclosing_experts(path, modules, wrap)}
@@ -94,7 +98,7 @@ def expert_blocks(modules: Mapping[str, nn.Module], wrap: Wrap, units: Iterable[
 
 
 def _enclosing_experts(path: str, modules: Mapping[str, nn.Module], wrap: Wrap) -> Iterator[str]:
-    """The expert that contains a unit, or is one; several for nested experts."""
+    """Yield the expert that contains a unit or is the unit; for nested experts, also the inner ones."""
     above = [each for each in ancestors_or_self(path)[-2::-1] if not _all_run(each, modules)]
     experts = [each for each in above if _is_named_expert(each, modules, wrap)]
     yield from experts[:1] or [each for each in above if _is_sibling(each, modules)][:1]
@@ -102,14 +106,16 @@ def _enclosing_experts(path: str, modules: Mapping[str, nn.Module], wrap: Wrap) 
 
 
 def _caller(expert: str, modules: Mapping[str, nn.Module]) -> str:
-    """The path of the module that calls an expert: its nearest parent with a forward, except an ``nn.Sequential``."""
+    """Return the path of the module that calls an expert: its nearest parent with a ``forward``, except
+    ``nn.Sequential``.
+    """
     above = ancestors_or_self(expert)[1:]
     callers = (each for each in above if has_forward(modules[each]) and not isinstance(modules[each], nn.Sequential))
     return next(callers, "")
 
 
 def _is_expert(path: str, modules: Mapping[str, nn.Module], wrap: Wrap) -> bool:
-    """Whether a module is an expert or part of one, by its class, its name or its list's name."""
+    """Whether a module is an expert or inside one, judged by its class, its name or the name of its list."""
     return any(_is_named_expert(each, modules, wrap) for each in ancestors_or_self(path)[:-1])
 
 
@@ -119,9 +125,10 @@ def _is_named_expert(path: str, modules: Mapping[str, nn.Module], wrap: Wrap) ->
 
 
 def _has_expert_name(path: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Match ``expert_0`` anywhere, and members of ``experts``, of a list in it, or of a list with such a name.
+    """Whether a path is that of an expert: ``expert_0`` anywhere, or a member of ``experts`` or of a list inside it.
 
-    Shared experts do not match, because all ranks run them; nor does a module with all experts in one weight.
+    Shared experts do not match, because all ranks run them. A module with the weights of all experts does not match
+    either.
     """
     *_, list_name, holder, name = ("", "", *path.casefold().split("."))
     if _NUMBERED.fullmatch(name):
@@ -131,7 +138,7 @@ def _has_expert_name(path: str, modules: Mapping[str, nn.Module]) -> bool:
 
 
 def _plural(name: str) -> str:
-    """Return the name if it is plural: ``expert_model.layers`` contains layers, not experts."""
+    """Return the name if it ends with ``experts``, else "": ``expert_model.layers`` contains layers, not experts."""
     return name if name.endswith("experts") else ""
 
 
@@ -141,9 +148,9 @@ def _is_in_list(path: str, modules: Mapping[str, nn.Module]) -> bool:
 
 
 def _is_one_of_several(path: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether the module or a parent has siblings of its class in a list inside a layer.
+    """Whether the module, or a parent, is in a list inside a layer and has siblings of its class there.
 
-    The list of a model's layers does not count: all of them run.
+    The list of the model's layers is ignored, because every layer runs.
     """
     return any(_is_sibling(each, modules) for each in ancestors_or_self(path)[:-1])
 
@@ -154,8 +161,11 @@ def _is_sibling(path: str, modules: Mapping[str, nn.Module]) -> bool:
 
 
 def _is_layer(path: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether a module is one of several in a list. In an ``nn.ModuleDict``, which may contain the parts of a whole
-    model, its name must end with a digit."""
+    """Whether a module is one of several in a list.
+
+    In an ``nn.ModuleDict``, its name must also end with a digit, because the dict may contain the parts of a whole
+    model.
+    """
     holder, name = modules[path.rpartition(".")[0]], path.rpartition(".")[2]
     if isinstance(holder, nn.ModuleDict):
         return _is_in_list(path, modules) and name[-1:].isdecimal() and _has_siblings(path, modules)

@@ -1,8 +1,8 @@
-"""Towers: submodules that only some batches use, such as the vision encoder of a multimodal transformers model.
+"""Detect towers: submodules that only some batches use, such as the vision encoder of a multimodal model.
 
-Only ranks whose batch contains an image, or audio, all-gather the units of such a tower. The other ranks wait at the
-next unit: gloo aborts the process, NCCL hangs. With ``idle_towers`` the other ranks run the tower on an example input
-(``parallel/idle_towers.py``).
+Only ranks whose batch contains an image all-gather the units in a vision encoder. The other ranks all-gather the next
+unit, so collectives do not match: gloo aborts the process, NCCL hangs. With ``idle_towers`` the other ranks run the
+tower on an example input (``parallel/idle_towers.py``).
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -20,10 +20,10 @@ from composer_fsdp2.sharding.ties import join
 
 
 def notes_on_towers(modules: Mapping[str, nn.Module], wrap: Wrap, units: Sequence[str]) -> Iterator[str]:
-    """Warn of units in towers, and suggest alternatives.
+    """Yield a warning about units in towers, with alternatives.
 
     Args:
-        modules: All modules of the model, by every path.
+        modules: All modules of the model; a shared module is listed under each of its paths.
         units: Paths of the units chosen by the policy.
     """
     found = find_towers(modules)
@@ -43,10 +43,10 @@ def notes_on_towers(modules: Mapping[str, nn.Module], wrap: Wrap, units: Sequenc
 def notes_on_trained_towers(
     modules: Mapping[str, nn.Module], units: Collection[str], frozen: Collection[str]
 ) -> Iterator[str]:
-    """Warn of units whose trained parameters are all in towers.
+    """Yield a warning about units whose trained parameters are all in towers: without gradients, they are not reduced.
 
     Args:
-        modules: All modules of the model, by every path.
+        modules: All modules of the model; a shared module is listed under each of its paths.
         units: Paths of all units.
         frozen: Names of parameters that are not trained.
     """
@@ -66,19 +66,18 @@ def notes_on_trained_towers(
 def tower_models(
     modules: Mapping[str, nn.Module], units: Collection[str], given: Sequence[str], frozen: Collection[str]
 ) -> tuple[TowerModel, ...]:
-    """The modules with towers that only some ranks would all-gather or reduce, and their other gathered submodules.
+    """Return the modules with towers that only some ranks would all-gather or reduce, and their sync points.
 
-    A tower counts if it contains units, or all trained parameters of the enclosing unit: a unit without gradients is
-    not reduced.
+    These towers contain units, or all trained parameters of the enclosing unit, which is not reduced without gradients.
 
     Args:
-        modules: All modules of the model, by every path.
+        modules: All modules of the model; a shared module is listed under each of its paths.
         units: Paths of all units, chosen by hooks or by a policy.
-        given: Paths of towers; empty for the submodules of transformers models beside the text model, and for the
-            projectors between the two, which are not used without an input either.
+        given: Paths of towers. Empty selects those of ``find_towers``, and the projectors between them and the text
+            model.
         frozen: Names of parameters that are not trained.
     Raises:
-        PlanError: a path in ``given`` does not exist, has no forward, or is below another.
+        PlanError: a path in ``given`` does not exist, has no ``forward``, or is below another path in ``given``.
     """
     _refuse_towers(modules, given)
     callers = [
@@ -101,8 +100,10 @@ def _group_by_caller(modules: Mapping[str, nn.Module], found: Sequence[str]) -> 
 
 
 def _optional(caller: str, modules: Mapping[str, nn.Module], found: Sequence[str]) -> list[str]:
-    """The towers in ``found`` and the projectors between them and the text model; for layers of a text model, only
-    ``found``."""
+    """Return the towers in ``found`` and the projectors between them and the text model.
+
+    If ``found`` contains cross-attention layers of the text model, there are no projectors.
+    """
     if not {*_layers_for_other_inputs(modules)}.isdisjoint(found):
         return list(found)
     embeddings = _embeddings(modules[caller])
@@ -140,7 +141,9 @@ def _embeddings(model: nn.Module) -> set[nn.Module]:
 
 
 def _called_parts(path: str, module: nn.Module) -> Iterator[str]:
-    """The submodules that a module calls: its children, or the children of containers without a forward."""
+    """Yield the paths of the submodules that a module calls: children with a ``forward``, and those in containers
+    without one.
+    """
     for name, child in module.named_children():
         inner = join(path, name)
         if has_forward(child):
@@ -173,11 +176,11 @@ def _refuse_towers(modules: Mapping[str, nn.Module], given: Sequence[str]) -> No
 
 
 def find_towers(modules: Mapping[str, nn.Module]) -> list[str]:
-    """The paths of transformers submodules beside the text model that have a configuration, and of the text model's
+    """Return the paths of towers in transformers models: submodels beside the text model, and the text model's
     cross-attention layers.
 
-    A model whose main input is text uses its other inputs only if they are present. A submodule with the text's
-    embeddings or output head is always used.
+    Submodels are detected by their ``config`` attribute. One with the text's embeddings or output head is not a tower,
+    because every batch uses it.
     """
     outer_ones = first_paths(modules).items()
     parts = (path for outer, path in outer_ones for path in _towers_of(outer, path))
@@ -214,8 +217,10 @@ def _types_of_parts(module: nn.Module) -> set[type]:
 
 
 def _own_embeddings(model: nn.Module) -> set[nn.Module]:
-    """The input embeddings and the output head; empty for models without them, such as those that compare texts with
-    images."""
+    """Return the input embeddings and the output head of a model.
+
+    Returns an empty set for models without input embeddings, such as models that compare texts with images.
+    """
     try:
         embeddings = [call_getter(model, getter) for getter in ("get_input_embeddings", "get_output_embeddings")]
     except PlanError:  # these embeddings were not requested

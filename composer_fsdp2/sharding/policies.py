@@ -1,6 +1,6 @@
-"""The modules that a ``wrap_policy`` selects: by class, by role (embeddings, output head, experts), or by size.
+"""Apply a ``wrap_policy``: select modules by class, role (embeddings, output head, experts) or size.
 
-The size rule is that of FSDP1's ``size_based_auto_wrap_policy`` (``torch/distributed/fsdp/wrap.py``).
+Selection by size follows FSDP1's ``size_based_auto_wrap_policy`` (``torch/distributed/fsdp/wrap.py``).
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -22,14 +22,19 @@ class Policy(Protocol):
     """A ``Wrap``, applied to a model."""
 
     def below(self, root: nn.Module) -> Mapping[nn.Module, str]:
-        """Map the selected modules to reasons; includes at least those below ``root``."""
+        """Return the selected modules and the reason for each.
+
+        Includes at least the selected modules below ``root``.
+        """
 
     def unmatched(self, chosen: Collection[nn.Module]) -> Iterator[str]:
-        """Yield a note for each setting that selects none of ``chosen``, the modules that can be units."""
+        """Yield a line for the report for each setting that selects no module in ``chosen``, the modules that can be
+        units.
+        """
 
 
 def read_policy(model: nn.Module, wrap: Wrap, ignored: Iterable[nn.Module] = ()) -> Policy:
-    """Apply ``wrap``, whose kind is not HOOKS, to ``model``, which is not modified.
+    """Return the policy for ``wrap``, whose kind must not be HOOKS. ``model`` is not modified.
 
     Raises:
         PlanError: no module is of a class in ``wrap``; the message lists the model's classes.
@@ -50,11 +55,11 @@ def read_policy(model: nn.Module, wrap: Wrap, ignored: Iterable[nn.Module] = ())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ByKind:
-    """Selected modules.
+    """A policy by class and role.
 
     Args:
-        reasons: Module -> reason.
-        requested: Setting of the policy -> modules.
+        reasons: Selected module -> the reason for the plan's report.
+        requested: Key of the policy -> the modules that it selects.
     """
 
     reasons: Mapping[nn.Module, str]
@@ -98,17 +103,19 @@ def _requested_classes(model: nn.Module, wrap: Wrap) -> Iterator[_Requested]:
 
 
 def input_embeddings(model: nn.Module) -> Iterator[nn.Module]:
-    """The input embeddings of the models in ``model``: returned by their getters, else found by the usual names."""
+    """Yield the input embeddings of the models in ``model``, from their getter, else found by the usual attribute
+    names.
+    """
     yield from _embeddings_of(model, "get_input_embeddings", _EMBEDDINGS)
 
 
 def output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
-    """The output heads of the models in ``model``: returned by their getters, else found by the usual names."""
+    """Yield the output heads of the models in ``model``, from their getter, else found by the usual attribute names."""
     yield from _embeddings_of(model, "get_output_embeddings", _OUTPUTS)
 
 
 def _embeddings_of(module: nn.Module, getter: str, names: tuple[str, ...]) -> Iterator[nn.Module]:
-    """Search the outermost models; a nested model, such as a vision tower, has separate embeddings."""
+    """Yield the embeddings of the outermost models. Nested models, such as a vision tower, are not searched."""
     found = call_getter(module, getter) or next(
         (end for name in names if isinstance(end := getattr(module, name, None), nn.Module) and _is_model(module)), None
     )
@@ -120,12 +127,16 @@ def _embeddings_of(module: nn.Module, getter: str, names: tuple[str, ...]) -> It
 
 
 def _is_model(module: nn.Module) -> bool:
-    """Whether the module has embeddings, or a head: blocks may have an attribute ``output``, too."""
+    """Whether the module is a model: it has embeddings or ``lm_head``.
+
+    ``output`` is not enough, because blocks may have it.
+    """
     return any(hasattr(module, name) for name in (*_EMBEDDINGS, "lm_head"))
 
 
 def call_getter(module: nn.Module, getter: str) -> nn.Module | None:
-    """Call a model's getter, such as transformers' ``get_input_embeddings``; None without the method.
+    """Call a model's getter, such as transformers' ``get_input_embeddings``; None if the model does not have the
+    method.
 
     Raises:
         PlanError: the getter raised; names it.
@@ -166,12 +177,17 @@ class _BySize:
 
 
 def _large_modules(root: nn.Module, min_num_params: int, ignored: frozenset[nn.Module]) -> list[nn.Module]:
-    """The modules below ``root`` with at least ``min_num_params`` elements outside of selected submodules."""
+    """Return the modules below ``root`` with at least ``min_num_params`` elements, not counting those in returned
+    submodules.
+    """
     ignored_parameters = {parameter for module in ignored for parameter in module.parameters(recurse=False)}
     chosen: list[nn.Module] = []
 
     def numel_in_units(module: nn.Module) -> int:
-        """The number of elements in units at or below ``module``; a shared parameter counts at each place."""
+        """Return the number of elements in units at or below ``module``.
+
+        A shared parameter is counted at each place.
+        """
         numel = sum(parameter.numel() for parameter in module.parameters() if parameter not in ignored_parameters)
         if numel < min_num_params or isinstance(module, _NOT_SEARCHED):
             return 0

@@ -1,6 +1,6 @@
-"""Measure the collectives and memory of a running step on this rank with dispatch modes.
+"""Measure the collectives and memory of a real step on this rank with dispatch modes.
 
-Independent of plans and estimates, which are verified against it.
+Tests verify estimates against these measurements, which use no plan.
 """
 
 import time
@@ -41,7 +41,7 @@ class _Seen:
 
 
 class Collectives(TorchDispatchMode):
-    """Records the collectives issued in the block.
+    """A dispatch mode that records the collectives issued while it is active.
 
     Includes those of backward: autograd propagates dispatch modes to its threads.
     """
@@ -52,7 +52,7 @@ class Collectives(TorchDispatchMode):
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
-        """Number of calls and total bytes of the full buffers, by operator."""
+        """The number of calls and the total bytes of the full buffers, by operator name."""
         found: dict[str, dict[str, int]] = {}
         for call in self.calls:
             count = found.setdefault(call.operator, {"calls": 0, "bytes": 0})
@@ -75,9 +75,10 @@ class StateBytes(TorchDispatchMode):
     """Measures the peak bytes of a step's state on this rank: parameters (sharded and unsharded), gradients (unsharded
     and reduced), optimizer state and communication buffers.
 
-    A storage counts from the first operator after which it is reachable as one of these, until it is freed. Activations
-    and temporaries do not count. ``peak`` is the largest sum after any operator, ``at_peak`` its parts; ``peak_of_all``
-    includes all other storages that operators allocated. View operators are skipped, as they allocate nothing.
+    A storage is counted from the first operator after which it is reachable as one of these until it is freed.
+    Activations and temporaries are not counted. ``peak`` is the largest sum after any operator, and ``at_peak`` the
+    sum's parts. ``peak_of_all`` includes all other storages that operators allocated. View operators are skipped,
+    because they do not allocate.
 
     Tensors that no module references are read from FSDP2's own objects: all-gather outputs, parameters resharded after
     forward to a smaller mesh, unsharded accumulated gradients in the reduce dtype, and partial reduce outputs.

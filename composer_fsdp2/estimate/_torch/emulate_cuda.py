@@ -48,10 +48,10 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @contextlib.contextmanager
 def emulate_cuda(live: LiveStorages) -> Iterator[None]:
-    """Make autocast, attention and activation offloading of CPU tensors behave as on a GPU in the block.
+    """In the block, make autocast, attention and activation offloading of CPU tensors behave as on a GPU.
 
     Args:
-        live: Counts offloaded activations as host memory.
+        live: The tracker that counts offloaded activations as host memory.
     """
     library = torch.library.Library("aten", "IMPL")
     for name, overload, how in _operators():
@@ -76,7 +76,7 @@ def _is_autocast_enabled(*device_type: str) -> bool:
 
 
 def _saved_on_host(live: LiveStorages) -> saved_tensors_hooks:
-    """Replaces ``save_on_cpu``, which does not copy a tensor that is on the CPU already."""
+    """Replaces ``save_on_cpu``, which does not copy tensors that are already on the CPU."""
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         with live.host():
@@ -86,7 +86,7 @@ def _saved_on_host(live: LiveStorages) -> saved_tensors_hooks:
 
 
 class _Attention(TorchFunctionMode):
-    """Disables attention dropout, which saves only RNG state on a GPU but a mask on the CPU."""
+    """Disables attention dropout: on the CPU it saves a mask for backward, on a GPU only the RNG state."""
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -99,7 +99,7 @@ class _Attention(TorchFunctionMode):
 
 
 def _operators() -> Iterator[tuple[str, Any, Callable[..., Any]]]:
-    """(name, overload, implementation) of the operators in CUDA's autocast lists but not in the CPU's."""
+    """Yield (name, overload, implementation) of each operator that autocast casts on CUDA but not on the CPU."""
     for names, how in ((FP32, _in_fp32), (FP32_RESULT, _to_fp32), (WIDEST, _in_widest)):
         for name in names:
             if _has_kernel(name, "AutocastCUDA") and not _has_kernel(name, "AutocastCPU"):

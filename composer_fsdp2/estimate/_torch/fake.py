@@ -18,10 +18,10 @@ _EQUAL, _SET, _COPIES = _aten.eq.Tensor, _aten.scatter_.value, (_aten._to_copy.d
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
-    """Create tensors and run operators without data in the block.
+    """In the block, create tensors and run operators without data.
 
-    The device type is "cpu": its autocast works, and its attention kernel saves the same tensors as CUDA's flash
-    attention. Fake tensors of an unavailable device type abort the process in the first backward.
+    The device type must be "cpu": fake tensors of an unavailable device type abort the process in the first backward.
+    Autocast works on the CPU, and its attention kernel saves the same tensors as CUDA's flash attention.
     """
     mode: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True)
     return mode
@@ -34,7 +34,7 @@ def with_values() -> AbstractContextManager[Any]:
 
 
 def lists_of_zeros() -> AbstractContextManager[None]:
-    """Make ``tolist`` of a fake tensor return zeros at once in the block; torch's reads one element at a time."""
+    """In the block, ``tolist`` of a fake tensor returns zeros at once. torch's reads the elements one by one."""
     return replaced(FakeTensor, "tolist", _zeros)
 
 
@@ -46,7 +46,7 @@ def _zeros(tensor: torch.Tensor) -> Any:
 
 
 class Unknown:
-    """Results of operators that depend on data, which fake tensors do not have.
+    """Provides assumed results for operators that depend on data, which fake tensors do not have.
 
     ``item()`` returns 0 or False. ``nonzero`` of a one-hot encoding assumes that every class is equally frequent, as
     with tokens balanced among experts. ``nonzero`` of any other tensor returns ``numel / num_experts`` indices.
@@ -63,7 +63,7 @@ class Unknown:
         self._set_part: WeakKeyDictionary[torch.UntypedStorage, float] = WeakKeyDictionary()
 
     def answer(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """The result of an operator in ``watched``; ``NotImplemented`` if it does not depend on data."""
+        """Return the assumed result of an operator in ``watched``; ``NotImplemented`` if it does not depend on data."""
         if func is _LOCAL_SCALAR:
             return 0.0 if args[0].is_floating_point() else args[0].dtype is not torch.bool and 0
         if func is not _NONZERO:

@@ -12,9 +12,9 @@ _FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """The FLOPs of a matrix product, a convolution or attention; 0 for other operators.
+    """Return the FLOPs of a matrix product, a convolution or attention; 0 for other operators.
 
-    Causal attention counts half, as kernels skip masked blocks; torch's own counter counts it in full.
+    Causal attention counts half, because kernels skip masked blocks. torch's own counter counts it in full.
     """
     packet = getattr(func, "_overloadpacket", None)
     if packet is _FLASH:

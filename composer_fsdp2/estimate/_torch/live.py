@@ -27,14 +27,14 @@ class _Storage:
 
 
 class LiveStorages(TorchDispatchMode):
-    """Counts the live bytes of all storages allocated by operators in the block.
+    """Counts the live bytes of all storages that operators allocate while the mode is active.
 
-    Storages that existed before the block, and those passed to ``disregard``, are excluded. ``peak`` is the largest
-    sum since the last ``mark``.
+    Storages that existed before, and those passed to ``disregard``, are excluded. ``peak`` is the largest sum since the
+    last ``mark``.
 
     Args:
-        is_marked: Called for each new storage; True also counts its bytes in ``marked``.
-        is_recomputing: Called for each operator; True counts its FLOPs as recomputed.
+        is_marked: Called for each new storage. If it returns True, the bytes are also counted in ``marked``.
+        is_recomputing: Called for each operator. If it returns True, the FLOPs are counted as recomputed.
         num_experts: Experts per layer; see ``Unknown``.
     """
 
@@ -69,7 +69,7 @@ class LiveStorages(TorchDispatchMode):
                 self.marked -= each.num_bytes
 
     def know(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Register tensors that existed before the block; their storages do not count."""
+        """Exclude tensors that existed before the mode was active from the count."""
         for tensor in tensors:
             self._follow(tensor.untyped_storage(), counts=False)
 

@@ -23,16 +23,16 @@ _propagate: Any = ShardingPropagator._propagate_tensor_meta_non_cached
 
 
 def _propagate_unseen(*args: Any) -> Any:
-    """Hide DTensor's shape propagation, which runs each operator on full fake tensors, from other dispatch modes."""
+    """Run DTensor's shape propagation without other dispatch modes, which would count its full fake tensors."""
     with _disable_current_modes():
         return _propagate(*args)
 
 
 @contextlib.contextmanager
 def one_rank_of(num_ranks: int) -> Iterator[None]:
-    """Make this process rank 0 of ``num_ranks`` in the block; collectives send nothing and do not wait.
+    """In the block, make this process rank 0 of ``num_ranks``. Collectives do not communicate or wait.
 
-    An existing process group is not modified, and is the default again after the block.
+    An existing default process group is not modified, and is restored after the block.
     """
     with contextlib.ExitStack() as stack:
         for name in ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag"):

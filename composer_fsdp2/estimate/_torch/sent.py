@@ -25,11 +25,11 @@ class Sent(NamedTuple):
 
     Args:
         operator: The operator's name, such as ``_allgather_base_``.
-        num_bytes: The full buffer: the output of an all-gather, the input of a reduce-scatter, the tensor of an
-            all-reduce or a broadcast.
+        num_bytes: Bytes of the full buffer: the output of an all-gather, the input of a reduce-scatter, the tensor of
+            an all-reduce or a broadcast.
         dtype: The buffer's dtype, without ``torch.``; "" without a buffer.
-        ranks: The group's size; 0 if the operator has no group argument.
-        members: The group's ranks; () for the default group, or without a group argument.
+        ranks: The size of the group; 0 if the operator has no group argument.
+        members: The ranks of the group; () for the default group, or without a group argument.
     """
 
     operator: str
@@ -40,7 +40,8 @@ class Sent(NamedTuple):
 
     @property
     def op(self) -> str:
-        """The collective, independent of torch's operator name; "" for others, such as barriers."""
+        """The type of collective, such as ``all_gather``, independent of torch's operator name; "" for others, such
+        as barriers."""
         return next((op for part, op in _OPS.items() if part in self.operator.replace("_", "")), "")
 
 
@@ -49,7 +50,7 @@ def is_collective(func: Any) -> bool:
 
 
 def sent_by(func: Any, args: tuple[Any, ...], result: Any) -> Sent | None:
-    """The collective of an operator call; None if it is not a collective."""
+    """Return the collective that an operator call issued; None if the operator is not a collective."""
     if not is_collective(func):
         return None
     buffers = [tensors for value in (*args, result) if (tensors := list(tensors_of(value)))]
@@ -63,7 +64,7 @@ def sent_by(func: Any, args: tuple[Any, ...], result: Any) -> Sent | None:
 
 
 def _group(value: Any) -> Any:
-    """The process group passed as an operator's argument, as an object or by its name."""
+    """Return the process group that is passed to an operator, as an object or by name; None for other arguments."""
     if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
         return dist.ProcessGroup.unbox(value)
     return _c10d._resolve_process_group(value) if isinstance(value, str) else None

@@ -1,4 +1,4 @@
-"""Systems whose configurations are read and written: a new one is a file here, and its line in this list."""
+"""The systems whose configurations are read and written. To add one, add a file here and an entry to this list."""
 
 from composer_fsdp2.migration.dialect import Dialect
 from composer_fsdp2.migration.dialects.composer import ComposerDialect

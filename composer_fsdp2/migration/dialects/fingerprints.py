@@ -1,7 +1,7 @@
-"""Identification of a file's system by keys that no other system has, and systems that are recognized but not read.
+"""Identify the system of a file by keys that no other system has. Some systems are identified, but cannot be read.
 
-Several systems name their section ``fsdp_config``. These functions look only at the keys of a mapping: a dialect can
-skip another dialect's section without importing that dialect.
+Several systems name their section ``fsdp_config``. These functions only read a mapping's keys, so a dialect can skip
+the section of another dialect without importing it.
 """
 
 import re
@@ -26,7 +26,8 @@ _OF_VERL = ("param_offload", "optimizer_offload", "fsdp_size", "model_dtype")
 
 
 def is_hugging_face(values: Values) -> bool:
-    """Return whether a mapping with an ``fsdp_config`` is a Trainer's arguments, or accelerate's or axolotl's file."""
+    """Return whether a mapping with ``fsdp_config`` is one of Hugging Face: a Trainer's arguments, or a file of
+    accelerate or axolotl."""
     settings = values["fsdp_config"]
     names = {str(key) for key in settings}.difference(_OF_VERL) if isinstance(settings, Mapping) else set()
     has_prefixes = any(name.startswith("fsdp_") for name in names)
@@ -34,10 +35,10 @@ def is_hugging_face(values: Values) -> bool:
 
 
 def is_axolotl(values: Values) -> bool:
-    """Return whether a file is axolotl's.
+    """Return whether a file is one of axolotl.
 
-    Only axolotl has ``fsdp_version`` beside the section; all its files have a ``base_model``. A migrated file keeps the
-    model's keys, and has a Composer section.
+    Only axolotl has ``fsdp_version`` next to the section, and all its files have ``base_model``. A file that was
+    migrated to Composer still has ``base_model``, but is not axolotl's.
     """
     settings = values.get("fsdp_config")
     is_migrated = isinstance(settings, Mapping) and "mixed_precision" in settings
@@ -48,7 +49,7 @@ def is_axolotl(values: Values) -> bool:
 
 
 def is_deepspeeds(values: Values) -> bool:
-    """Return whether a file is DeepSpeed's, with ZeRO, which no other system has at the top level."""
+    """Return whether a file is one of DeepSpeed: only DeepSpeed has ``zero_optimization`` at the top level."""
     return isinstance(values.get("zero_optimization"), Mapping)
 
 
@@ -60,12 +61,12 @@ def is_axolotls_deepspeed(values: Values) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignSystem:
-    """A system whose configurations are recognized, but not read.
+    """A system whose files are identified, but cannot be read.
 
     Args:
-        has: Patterns that each match a line of every one of its files; see ``_lines``.
-        unless: A pattern that matches no line of its files.
-        advice: Advice to its users.
+        has: Patterns, each of which matches a line (see ``_lines``) of every file of the system.
+        unless: A pattern that no line of its files matches.
+        advice: The next step for its users.
     """
 
     name: str
@@ -81,7 +82,7 @@ class ForeignSystem:
 
 
 def foreign_system(values: Any) -> ForeignSystem | None:
-    """Return the system of a file that no dialect reads, or None."""
+    """Return the system of a file that is identified but cannot be read, or None."""
     if not isinstance(values, Mapping):  # a list, or nothing
         return None
     lines = "\n".join(_lines(values))
@@ -89,7 +90,7 @@ def foreign_system(values: Any) -> ForeignSystem | None:
 
 
 def _lines(values: Values) -> Iterator[str]:
-    """Yield ``a.b=value`` for each value of a file, without the numbers of lists; ``a.b=`` for a false value."""
+    """Yield ``a.b=value`` for each value of a file. Indices of lists are omitted, and false values are ""."""
     for value, path in leaves(values, ()):
         yield f"{'.'.join(str(key) for key in path if not isinstance(key, int))}={value or ''}"
 

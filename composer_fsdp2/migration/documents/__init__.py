@@ -35,12 +35,13 @@ SUFFIXES = (*YamlDocument.suffixes, *TomlDocument.suffixes, *JsonDocument.suffix
 
 
 def format_of(name: str) -> type[Document]:
-    """Return TOML or JSON for a name with such a suffix, otherwise YAML."""
+    """Return the document class for a file name: TOML or JSON by its suffix, otherwise YAML."""
     return next((each for each in _FORMATS if name.lower().endswith(each.suffixes)), YamlDocument)
 
 
 def suffix_for(text: str) -> str:
-    """Return the suffix of a text without a name: that of JSON or TOML if it parses as such, otherwise YAML's."""
+    """Return the suffix for a text without a file name: that of JSON or TOML if it can be parsed as such, else of
+    YAML."""
     for each in (JsonDocument, TomlDocument):
         with contextlib.suppress(ConfigError):
             if each(text, "").values:  # a text of comments alone parses in more than one format
@@ -49,8 +50,7 @@ def suffix_for(text: str) -> str:
 
 
 def open_document(text: str, name: str = "<text>", suffix: str = "") -> Document:
-    """Open a text in the format of ``suffix``, or of its name's suffix; JSON in a file with a YAML suffix is edited as
-    JSON.
+    """Parse a text in the format of ``suffix``, or of the suffix of ``name``. JSON in a YAML file is parsed as JSON.
 
     Raises:
         ConfigError: The text is not in this format; the message has file, line and column.

@@ -1,4 +1,4 @@
-"""Text documents with parsed values and positions, and edits by position that preserve all other characters."""
+"""Parse text documents to values with positions, and edit them by position, so all other characters are preserved."""
 
 import functools
 import re
@@ -45,14 +45,14 @@ def apply_edits(text: str, edits: Iterable[Edit]) -> str:
 
 @dataclass
 class Entry:
-    """The span of a key and its value; an array item's key is its index, and the whole file's key is "".
+    """The span of a key and its value in the text. The key of an array item is its index; that of the whole file is "".
 
     Args:
-        start: The key's first character.
-        end: Behind the value's last character.
-        value: The value's first character; for an alias, that of its anchor.
-        below: The entries of the value, if it is a mapping or an array; for a merge (``<<``), those that it adds.
-        in_braces: Whether a mapping is written in braces.
+        start: The position of the key's first character.
+        end: The position after the value's last character.
+        value: The position of the value's first character; for an alias, that of the anchored value.
+        below: The entries in the value, if it is a mapping or an array; for a merge (``<<``), the entries that it adds.
+        in_braces: Whether the value, if a mapping, is written in braces.
     """
 
     key: Any
@@ -64,12 +64,12 @@ class Entry:
 
     @functools.cached_property
     def by_key(self) -> dict[Any, "Entry"]:
-        """The entries of the value by key: of duplicate keys the last, as parsers take it."""
+        """The entries in the value by key. Of duplicate keys, the last one, as in parsers."""
         return {each.key: each for each in self.below}
 
     @property
     def merged(self) -> dict[Any, "Entry"]:
-        """The entries that a merge adds to the value, including those that it has itself."""
+        """The entries that a merge (``<<``) adds to the value, even if the value overrides them."""
         return self.by_key[MERGE].by_key if MERGE in self.by_key else {}
 
 
@@ -83,8 +83,8 @@ def line_edits(
 
     Args:
         entries: All entries of the mapping, by key.
-        new: The lines that replace an entry, by its key; the comment behind the entry stays.
-        added: New lines at the end.
+        new: Key of an entry -> the lines that replace it. The comment after the entry is preserved.
+        added: Lines to append.
     """
     *_, last = entries
     if new.get(last) == []:  # the new lines take its line and its comment
@@ -105,7 +105,7 @@ def line_edits(
 
 
 def indent_at(text: str, position: int) -> str:
-    """Return the indentation before a position in its line; other characters there are replaced by spaces."""
+    """Return the indentation of ``position`` in its line. Other characters before it are replaced by spaces."""
     before = text[text.rfind("\n", 0, position) + 1 : position]
     return before if not before.strip() else " " * len(before)
 
@@ -117,18 +117,18 @@ def line_end(text: str, position: int) -> int:
 
 
 def comment_behind(text: str, position: int) -> int | None:
-    """Return the position of the comment behind a position in its line; None without a comment."""
+    """Return the position of the comment that follows ``position`` in its line; None without one."""
     found = re.compile(r"[ \t]*(?=#)").match(text, position)
     return found and found.end()
 
 
 def brace_edits(text: str, mapping: Entry, new: Mapping[str, str], added: str, comma: str) -> Iterator[Edit]:
-    """Yield edits of a mapping in braces; comments between its entries stay.
+    """Yield edits of a mapping in braces. Comments between entries are preserved.
 
     Args:
-        new: The text that replaces an entry, by its key; "" removes the entry with the comma behind it, or before it
-            if no remaining entry follows.
-        added: New entries at the end.
+        new: Key of an entry -> the text that replaces it. "" removes the entry with the comma after it, or before it if
+            it is the last.
+        added: Entries to append.
         comma: The separator before ``added``.
     """
     entries = mapping.below
@@ -159,14 +159,14 @@ def _comments_of(gap: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewEntry:
-    """The replacement of an entry.
+    """The entries that replace an entry.
 
     Args:
-        heads: The names of the new entry and of the mappings nested in it, outermost first, each with its first
-            entries. The innermost mapping contains ``replacements`` and ``additions``.
-        beside: Further entries after the new one.
-        inner: The path of the mapping within the old entry whose entries ``replacements`` replaces, or None.
-        around: Replacements in the mapping that contains the entry.
+        heads: The names of the new entry and of mappings nested in it, outermost first, each with the entries that come
+            first. The innermost mapping contains ``replacements`` and ``additions``.
+        beside: Further entries after the new entry.
+        inner: The path of the mapping in the old entry that has the keys of ``replacements``, or None.
+        around: Replacements of other entries in the mapping that contains the entry.
     """
 
     heads: Sequence[tuple[str, Settings]]
@@ -189,7 +189,7 @@ def entries_of(new: NewEntry) -> Settings:
 def differences(meant: Any, found: Any, path: Path = ()) -> Iterator[Path]:
     """Yield the paths at which two values differ.
 
-    An interpolation in ``found`` equals any value, since no edit writes a new interpolation.
+    An interpolation in ``found`` is equal to any value, because no edit writes a new interpolation.
     """
     if isinstance(found, str) and "${" in found:
         return
@@ -244,8 +244,9 @@ _PARAMETERS = "parameters"
 
 
 def reference_root(values: Any) -> Path:
-    """Return the path of the mapping that interpolations start from: an MCLI run file's ``parameters``, which MCLI
-    mounts as a file of their own, or the top of the file.
+    """Return the path of the mapping to which interpolations are relative.
+
+    This is the top of the file. In an MCLI run file it is ``parameters``, which MCLI mounts as a separate file.
     """
     is_run = isinstance(values, Mapping) and isinstance(values.get(_PARAMETERS), Mapping)
     return (_PARAMETERS,) if is_run and not {"command", "image", "compute"}.isdisjoint(values) else ()
@@ -258,7 +259,7 @@ def references_in(text: str, root: Path = ()) -> Iterator[Path]:
 
 
 def referred(values: Any, written: Any) -> Mapping[str, Any] | None:
-    """Return the mapping that an interpolation refers to, directly or through others; None if it refers to none."""
+    """Return the mapping to which an interpolation refers, directly or through others; None if it refers to none."""
     for _ in range(MAX_DEPTH):
         if not (isinstance(written, str) and _REFERENCE.fullmatch(written)):
             break
@@ -268,25 +269,26 @@ def referred(values: Any, written: Any) -> Mapping[str, Any] | None:
 
 
 def with_references(values: Any, written: Any) -> Any:
-    """Return the values with their interpolations as written, except relative ones, which depend on their position."""
+    """Return the values with interpolations as in the file, except for relative ones, which depend on their
+    position."""
     if isinstance(values, Mapping) and isinstance(written, Mapping):
         return {key: with_references(each, written.get(key)) for key, each in values.items()}
     return written if isinstance(written, str) and "${" in written and "${." not in written else values
 
 
 class Document:
-    """A configuration file of any format; the default methods are for entries in braces.
+    """The text of a configuration file. Subclasses implement one format; the default methods edit entries in braces.
 
     Attributes:
-        name: The file's name in messages.
+        name: The name of the file, for messages.
         original: The unchanged text.
-        text: The text that positions refer to, without byte order mark.
+        text: The text to which positions refer, without byte order mark.
         values: The parsed values; a mapping unless there is a ``problem``.
-        problem: Why no system reads the file as its configuration, with file, line and column; otherwise "".
+        problem: Why the file cannot be a configuration, with file, line and column; otherwise "".
         root: The entry of the whole file.
-        suffixes: The suffixes of its format, in lower case; files may have them in any case.
-        takes_entries: Whether a section of one system can be replaced by another system's, within the text.
-        has_aliases: Whether a value may be in more than one place.
+        suffixes: The suffixes of the format in lower case; those of files may be in any case.
+        takes_entries: Whether a section can be replaced by one of another system in the same text.
+        has_aliases: Whether the text has aliases, so one value is used at several places.
     """
 
     values: Any
@@ -302,11 +304,11 @@ class Document:
 
     @staticmethod
     def lines(values: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the lines of a new text with the values of a mapping; no target has JSON files."""
+        """Yield the lines of a new file with these values. No target writes JSON."""
         raise NotImplementedError
 
     def edited(self, edits: Iterable[Edit]) -> str:
-        """Return the original text with edits of ``text`` applied; new lines get its most frequent line end.
+        """Return the original text with the edits applied. New lines get the most frequent line ending of the file.
 
         Raises:
             ValueError: Two edits overlap.
@@ -318,7 +320,7 @@ class Document:
         return self.original[: len(self.original) - len(bare)] + apply_edits(bare, new)
 
     def entry(self, path: Path) -> Entry:
-        """Return the entry at ``path``, including those from a merge. Raises KeyError if it does not exist."""
+        """Return the entry at ``path``, which a merge may have added. Raises KeyError if it does not exist."""
         entry = self.root
         for key in path:
             entry = entry.by_key[key] if key in entry.by_key else entry.merged[key]
@@ -343,14 +345,15 @@ class Document:
         return ""
 
     def is_written_at(self, path: Path) -> bool:
-        """Return whether the value at ``path`` is written there, and not elsewhere for an alias or a merge."""
+        """Return whether the value at ``path`` is written there, and not elsewhere as the source of an alias or a
+        merge."""
         entries = [self.entry(path[:depth]) for depth in range(len(path) + 1)]
         return all(
             above.start <= each.start <= each.value <= each.end <= above.end for above, each in pairwise(entries)
         )
 
     def written_as(self, path: Path) -> str:
-        """Return the alias or interpolation that is written at ``path`` instead of a mapping; "" for a mapping."""
+        """Return the alias or interpolation at ``path``, or "" if a mapping is written there."""
         value = value_at(self.values, path)
         if isinstance(value, str):
             return value
@@ -359,7 +362,8 @@ class Document:
         return f"an alias of what begins in line {place_of(self.text, self.entry(path).value)[0]}"
 
     def stands_for(self, path: Path, others: Sequence[Path]) -> bool:
-        """Return whether the value at ``path`` is an alias or interpolation of a value at one of the other paths."""
+        """Return whether the value at ``path`` is an alias of, or an interpolation with, a value at one of the other
+        paths."""
         value = value_at(self.values, path)
         if isinstance(value, str):
             return any(each in others for each in references_in(value, reference_root(self.values)))
@@ -374,16 +378,16 @@ class Document:
         *,
         given: Mapping[str, Any] | None = None,
     ) -> list[Edit]:
-        """Return edits that replace entries of the mapping at ``path``; all other entries keep their bytes.
+        """Return edits that replace entries of the mapping at ``path``. All other bytes are preserved.
 
-        A merge (``<<``) is written out if one of its entries is replaced. A mapping from another place (an alias, an
-        interpolation) is written out here, and unchanged there.
+        A merge (``<<``) is expanded if one of its entries is replaced. If ``path`` is an alias or interpolation, the
+        mapping is copied to ``path``, and its source does not change.
 
         Args:
-            replacements: The entries that replace a key; an empty sequence removes it. A comment behind a removed
-                entry stays, on a separate line.
-            additions: New entries at the end.
-            given: The mapping's values with interpolations resolved; None if these equal the text's.
+            replacements: Key -> the entries that replace it; an empty sequence removes it. A comment after a removed
+                entry is preserved on a separate line.
+            additions: Entries to append.
+            given: The values of the mapping with interpolations resolved; None if it has none.
         Raises:
             KeyError: ``path`` is not a mapping, or it lacks a key of ``replacements``.
         """
@@ -419,7 +423,8 @@ class Document:
         """Yield edits of the entries of a mapping.
 
         Args:
-            same: The text of each old entry by its ``inline`` text: an unchanged entry keeps its bytes.
+            same: ``inline`` text of an old entry -> its text in the file, so the bytes of unchanged entries are
+                preserved.
         """
         comma = self.comma(mapping)
 
@@ -435,7 +440,7 @@ class Document:
         return self.in_braces(mapping, [entry])[1:-1].strip()
 
     def in_braces(self, mapping: Entry, entries: Settings) -> str:
-        """Return the text of new entries with their braces, in the layout of the mapping that they are for."""
+        """Return the text of entries in braces, in the layout of ``mapping``."""
         raise NotImplementedError
 
     def comma(self, mapping: Entry) -> str:
@@ -443,7 +448,7 @@ class Document:
         return ", "
 
     def replace_entry(self, path: Path, new: NewEntry, *, given: Mapping[str, Any] | None) -> list[Edit]:
-        """Return edits that replace the entry at ``path``; comments stay, in their order.
+        """Return edits that replace the entry at ``path``. Comments are preserved in their order.
 
         Args:
             given: The values of the mapping that contains the entry.

@@ -1,7 +1,7 @@
-"""Edits of a JSON text in its own layout; an unedited entry keeps its bytes.
+"""Edit a JSON text in its own layout. The bytes of other entries are preserved.
 
-The standard library reads the values and writes new entries. It reports no positions: tokens are scanned a second time
-for an edit or a report. Called by ``migrate``; reads and writes no file.
+The standard library parses values and writes new entries. It does not report positions, so edits and reports scan the
+tokens again. Called by ``migrate``; does not access files.
 """
 
 import functools
@@ -17,10 +17,10 @@ _TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\]:,]|[^\s"{}\[\]:,]+')
 
 
 class JsonDocument(Document):
-    """A ``Document`` of JSON.
+    """A ``Document`` in JSON.
 
-    New entries are ``json.dumps`` in the indentation, the separators and the line ends that the file begins with: in a
-    file of one layout only edited lines change. Where layouts are mixed, a new entry may look unlike its neighbours.
+    New entries are written by ``json.dumps`` with the indentation, separators and line endings of the first lines of
+    the file. In a file with mixed layouts, a new entry may differ from adjacent ones.
 
     Args:
         text: The text of the whole file.
@@ -64,14 +64,14 @@ class JsonDocument(Document):
         return f",{gap}" if "\n" in gap else self._comma
 
     def _gap(self, mapping: Entry) -> str:
-        """Return the white space between a mapping's brace and its first entry."""
+        """Return the whitespace between the opening brace of a mapping and its first entry."""
         if mapping.below:
             return self.text[mapping.value + 1 : mapping.below[0].start]
         return "" if self._indent is None else "\n"
 
 
 def _entry(key: str | int, start: int, value: re.Match[str], tokens: Iterator[re.Match[str]]) -> Entry:
-    """Return the entry whose value begins with a token, and takes further tokens up to its end."""
+    """Return the entry whose value starts with a token, consuming tokens up to the value's end."""
     entry = Entry(key, start, value.end(), value.start(), [])
     if value[0] not in ("{", "["):
         return entry

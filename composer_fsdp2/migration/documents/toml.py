@@ -1,7 +1,7 @@
-"""Edits of a TOML text that preserve every other byte.
+"""Edit a TOML text. All other bytes are preserved.
 
-tomllib reads the values, and reports no positions: tokens are scanned a second time for an edit or a report. Called by
-``migrate``; reads and writes no file.
+tomllib parses the values. It does not report positions, so edits and reports scan the tokens again. Called by
+``migrate``; does not access files.
 """
 
 import functools
@@ -24,7 +24,7 @@ from composer_fsdp2.migration.paths import Path, Settings, has_path
 
 
 class TomlDocument(Document):
-    """A ``Document`` of TOML, which has no aliases; tomllib refuses duplicate keys.
+    """A ``Document`` in TOML. TOML has no aliases, and tomllib rejects duplicate keys.
 
     Args:
         text: The text of the whole file.
@@ -47,8 +47,9 @@ class TomlDocument(Document):
         self.values: dict[str, Any] = read_values(tomllib.loads, self.text, name)
 
     def entry(self, path: Path) -> Entry:
-        """``Document.entry``; for a table without header its first; for an array item or a value in braces the one
-        around it.
+        """As ``Document.entry``.
+
+        For a table without a header, its first entry; for an item of an array or braces, the enclosing entry.
         """
         if not has_path(self.values, path):
             raise KeyError(path)
@@ -68,7 +69,7 @@ class TomlDocument(Document):
         *,
         given: Mapping[str, Any] | None = None,
     ) -> list[Edit]:
-        """``Document.edit_mapping``; a table that the file lacks is appended to it.
+        """As ``Document.edit_mapping``. A table that does not exist is appended to the file.
 
         Raises:
             ConfigError: The table is written in braces; the message has file, line and column.
@@ -93,15 +94,15 @@ class TomlDocument(Document):
         return [Edit(len(self.text), len(self.text), f"{gap}[{header}]\n{added}")]
 
     def _lines_beside(self, entry: Entry, new: Settings) -> list[str]:
-        """Return the lines of new entries, with the dotted prefix of the entry beside them."""
+        """Return the lines of new entries, with the dotted prefix of the entry that they replace."""
         key = _KEY.match(self.text, entry.start)
         return _lines(new, key[1] if key else "")
 
     @functools.cached_property
     def _places(self) -> dict[Path, Entry]:
-        """Entries and headers, in the order of the text, without those in braces.
+        """Entries and table headers by path, in the order of the text, without entries in braces.
 
-        No system's section stands in an array of tables: its tables are not told apart.
+        Tables of an array of tables are not distinguished, because no system has a section in one.
         """
         found: dict[Path, Entry] = {}
         table: Path = ()
@@ -116,7 +117,7 @@ class TomlDocument(Document):
 
     @staticmethod
     def lines(values: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the lines of tables with their entries, with an empty line between tables."""
+        """Yield the lines of a new file: tables with their entries, and empty lines between tables."""
         for number, (table, entries) in enumerate(values.items()):
             yield from [*([""] if number else []), f"[{table}]", *_lines(list(entries.items()))]
 
@@ -131,7 +132,7 @@ _TOKEN = re.compile(rf"{_TEXTS}|#[^\n]*|\n|[\[\]{{}}]|[^\s\"'#\[\]{{}}]+", re.DO
 
 
 def _statements(text: str) -> Iterator[tuple[int, int]]:
-    """Yield the spans of all headers and entries, without the comments behind them."""
+    """Yield the spans of all table headers and entries, without the comments after them."""
     start, end, depth = -1, -1, 0
     for token in _TOKEN.finditer(f"{text}\n"):
         if token[0] == "\n" and not depth and start >= 0:
@@ -163,10 +164,10 @@ def _key_text(key: str) -> str:
 
 
 def toml_text(value: object) -> str:
-    """Return a value on one line.
+    """Format a value as TOML on one line.
 
     Raises:
-        ValueError: The value is None, or of a type that TOML lacks.
+        ValueError: The value is None, or of a type that TOML does not have.
     """
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml_text, value))}]"

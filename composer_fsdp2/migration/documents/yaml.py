@@ -1,7 +1,7 @@
-"""Edits of a YAML text that preserve every other byte.
+"""Edit a YAML text. All other bytes are preserved.
 
-A library's dump writes a new text: quotes, widths and blank lines change. This module instead splices the text at the
-marks of its nodes. Called by ``migrate``; reads and writes no file.
+A YAML library would write a new text with other quotes, line widths and blank lines. This module edits the text at the
+positions of its nodes. Called by ``migrate``; does not access files.
 """
 
 import bisect
@@ -34,7 +34,7 @@ _COMMENT = re.compile(r"(?:(?<=\s)|^)#[^\r\n]*", re.MULTILINE)
 
 
 class YamlDocument(Document):
-    """A ``Document`` of YAML.
+    """A ``Document`` in YAML.
 
     Args:
         text: The text of the whole file.
@@ -125,8 +125,9 @@ class YamlDocument(Document):
     def _lines_between(
         self, start: int, end: int, entries: Sequence[Entry], replacements: Mapping[str, Settings]
     ) -> list[str]:
-        """Return the comments between two positions and the replacements of the entries there, in the order of the
-        text; replacements of other entries, which a merge adds, at the end.
+        """Return the comments between two positions and the new lines of the entries there, in the order of the text.
+
+        Replacements of entries that a merge adds are at the end.
         """
         found = {position: [comment] for position, comment in self._comments(start, end)}
         rest = dict(replacements)
@@ -140,7 +141,7 @@ class YamlDocument(Document):
         return lines + [line for new in rest.values() for line in self._new_lines(new)]
 
     def _comments(self, start: int, end: int) -> Iterator[tuple[int, str]]:
-        """Yield the comments between two positions, each as its start and its text."""
+        """Yield the position and the text of each comment between two positions."""
         for comment in _COMMENT.finditer(self.text, start, end):
             before = bisect.bisect_right(self._scalars, (comment.start(), len(self.text))) - 1
             if before < 0 or self._scalars[before][1] <= comment.start():
@@ -162,7 +163,7 @@ class YamlDocument(Document):
 
 
 def flow_text(value: object) -> str:
-    """Return a value on one line, in a form that YAML 1.1 and 1.2 read alike."""
+    """Format a value on one line, in a form with the same meaning in YAML 1.1 and 1.2."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{flow_text(key)}: {flow_text(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list | tuple):

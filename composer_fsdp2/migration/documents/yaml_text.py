@@ -1,7 +1,7 @@
-"""Parse a YAML text, once, into values and their positions.
+"""Parse a YAML text once to values and their positions.
 
-The parser is PyYAML because all source systems use it: a file that PyYAML refuses starts no run. Called by ``migrate``;
-reads and writes no file.
+The parser is PyYAML, because all source systems use it: no run starts from a file that PyYAML rejects. Called by
+``migrate``; does not access files.
 """
 
 from collections.abc import Iterator
@@ -20,10 +20,12 @@ _MAX_NODES_OF_ALIASES = 100_000  # a configuration has hundreds; ten lines of al
 
 
 class YamlEntries(*_PARSERS):  # type: ignore[misc]
-    """The documents of a YAML text: their values as PyYAML reads them (YAML 1.1), and their entries, within limits.
+    """The documents of a YAML text: their values as parsed by PyYAML (YAML 1.1), and their entries.
+
+    Limits depth and size.
 
     Attributes:
-        roots: The entry of each document.
+        roots: The root entry of each document.
         scalars: The spans of all scalars, in the order of the text.
     """
 
@@ -101,7 +103,7 @@ class YamlEntries(*_PARSERS):  # type: ignore[misc]
         (self.roots if parent is None else self._below.setdefault(parent, [])).append(entry)
 
     def _merged(self, key: Node, node: Node) -> Iterator[Entry]:
-        """Yield the entries that a merge adds; of several mappings the first takes precedence."""
+        """Yield the entries that a merge (``<<``) adds. If it has several mappings, the first takes precedence."""
         mappings = node.value if isinstance(node, SequenceNode) else [node]
         if not all(isinstance(each, MappingNode) for each in mappings):
             raise ComposerError(None, None, "<< takes a mapping, or a list of them", key.start_mark)

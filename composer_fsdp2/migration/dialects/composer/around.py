@@ -1,6 +1,7 @@
-"""Settings outside a section that affect it: a Trainer's arguments, and what LLM Foundry and FSDP1 set by themselves.
+"""Read settings outside a section that affect it: arguments of the Trainer, and values that LLM Foundry or FSDP1 always
+set.
 
-Source of the releases that accept a key beside the section: the Trainer's signature in mosaicml 0.11 to 0.32.1.
+Which release accepts a key next to the section was read in the Trainer's signature of mosaicml 0.11 to 0.32.1.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -33,12 +34,13 @@ def mappings_above(section: Section) -> list[Given]:
 
 
 def around_of(section: Section) -> Given:
-    """Return a Trainer's other arguments: entries of the mapping that contains the section, and of those around it."""
+    """Return the Trainer's other arguments: entries of the mapping that contains the section, and of the mappings
+    around it."""
     return {key: value for each in mappings_above(section) for key, value in each.items()}
 
 
 def precision_of(around: Given) -> tuple[str, Finding | None]:
-    """Return the precision that is set beside the section or above it, and a finding if it is invalid."""
+    """Return the precision that is set next to the section or above it, and a finding if the value is invalid."""
     given = around.get("precision", _DEFAULT_PRECISION)
     given = given.lower() if isinstance(given, str) else given
     if str(given) in PRECISIONS:
@@ -59,7 +61,8 @@ def precision_of(around: Given) -> tuple[str, Finding | None]:
 
 
 def clipping_of(around: Given) -> Given:
-    """Return the arguments of Composer's gradient clipping, as LLM Foundry takes them; empty without clipping."""
+    """Return the arguments of Composer's gradient clipping in an LLM Foundry file; empty if gradients are not
+    clipped."""
     algorithms = around.get("algorithms")
     clipping = algorithms.get("gradient_clipping") if isinstance(algorithms, Mapping) else None
     return clipping if isinstance(clipping, Mapping) else {}
@@ -82,7 +85,7 @@ def clipping_problem(around: Given) -> Finding | None:
 
 
 def _clipped(around: Given) -> tuple[float | None, str | None]:
-    """Return the norm to which gradients are clipped, and a description of clipping by a value or an unknown norm."""
+    """Return the clipping norm (None without), and a description of any clipping that is not by a known norm."""
     clipping = clipping_of(around)
     kind, threshold = clipping.get("clipping_type"), clipping.get("clipping_threshold")
     if not clipping or (kind == "norm" and not has_interpolation(threshold)):
@@ -96,7 +99,7 @@ def _clipping(run: RunConfig) -> Given | None:
 
 
 def _split_layers(run: RunConfig) -> Given | None:
-    """Return LLM Foundry's tp_config, whose strategy ``auto`` is the layer plan of a known model."""
+    """Return LLM Foundry's ``tp_config`` for a run, with the strategy ``auto`` (the layer plan of a known model)."""
     degree = run.tensor_parallel
     return {"strategy": AUTO, "tensor_parallel_degree": degree} if degree > 1 else None
 
@@ -167,12 +170,12 @@ NUMBERS_OF_TRAINING = ("device_train_microbatch_size", "global_train_batch_size"
 
 
 def training_of(around: Given) -> dict[str, Any]:
-    """Return the fields of a run that are set beside the section; None for values that are unset or open."""
+    """Return the fields of a run that keys outside the section set; None for values that are unset or unknown."""
     return Effective(given=around, rows={row.name: row for row in TRAINER_ROWS}, around=around).fields()
 
 
 def open_training(around: Given, training: Given) -> Iterator[Finding]:
-    """Yield a finding for each number of the batches and steps that is known at run time only."""
+    """Yield a finding for each number of batches or steps that is an unresolved interpolation."""
     for row in TRAINER_ROWS:
         if row.name in NUMBERS_OF_TRAINING and around.get(row.name) is not None and training[row.decides[0]] is None:
             reason = "its value is known at run time only, and is not in the new keys"
@@ -230,7 +233,7 @@ def tensor_degree(around: Given) -> int:
 
 
 def has_automatic_plan(around: Given) -> bool:
-    """Return whether layers are split by the plan of a known model, which needs no script."""
+    """Return whether layers are TP-sharded by the plan of a known model, which requires no script."""
     given = _tensor_config(around)
     return _TENSOR.fits(given) and AUTO in (given.get("strategy"), given.get("layer_plan"))
 
@@ -240,7 +243,8 @@ def _tensor_config(around: Given) -> Given:
 
 
 def findings_beside(around: Given) -> Iterator[Finding]:
-    """Yield a finding for each key of ``BESIDE_ROWS`` in the file: keys outside the section that affect parallelism."""
+    """Yield a finding for each key in the file that is outside the section and affects parallelism
+    (``BESIDE_ROWS``)."""
     for row in BESIDE_ROWS:
         for key, value in _given_beside(row, around):
             finding = row.usual(key, dict(value) if isinstance(value, Mapping) else value)
@@ -249,7 +253,7 @@ def findings_beside(around: Given) -> Iterator[Finding]:
 
 
 def _given_beside(row: Row, around: Given) -> Iterator[tuple[str, Any]]:
-    """Yield the last part of each name under which the row's key is set, with its value."""
+    """Yield the name and value of each key by which the file sets ``row``, including aliases."""
     for name in (row.name, *row.aliases):
         value = find_at(around, name.split("."))
         if value not in (None, {}):
@@ -265,13 +269,13 @@ _MIXED_INIT = "LLM Foundry sets it to true, since the model is created on rank 0
 
 
 def foundrys(around: Given) -> Given | None:
-    """Return the model's section of an LLM Foundry file; None for other files."""
+    """Return the ``model`` section if the file is one of LLM Foundry, else None."""
     model = around.get("model")
     return model if isinstance(model, Mapping) and "name" in model else None
 
 
 def set_by_foundry(model: Given, given: Given) -> dict[str, Finding]:
-    """Return findings with the values that LLM Foundry sets regardless of the file, by key.
+    """Return findings for keys of the section whose values LLM Foundry overrides, by key.
 
     Source: ``process_init_device`` in llmfoundry/utils/config_utils.py, ``validate_config`` in
     llmfoundry/command_utils/train.py.

@@ -1,4 +1,4 @@
-"""The dialect of Composer and LLM Foundry: finds and reads sections, and writes a run as their keys."""
+"""The dialect of Composer and LLM Foundry: find and read sections, and write a run as their keys."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -50,7 +50,7 @@ _ELSEWHERE = {row.name: row.elsewhere for row in KEYS if row.elsewhere} | dict.f
 
 
 class ComposerDialect(Dialect):
-    """Sections for Composer and LLM Foundry, read by the table of ``fsdp1/keys.py``."""
+    """Composer and LLM Foundry. Sections are read by the table in ``fsdp1/keys.py``."""
 
     name = target = "composer"
     title = "Composer and LLM Foundry"
@@ -115,7 +115,7 @@ class ComposerDialect(Dialect):
         return written(WRITTEN, run)
 
     def rewrite(self, section: Section, reading: Reading) -> list[MappingEdit]:
-        """Replace FSDP1's keys by FSDP2's in place; keys whose FSDP2 form only composer_fsdp2 has keep their names."""
+        """Replace FSDP1's keys by FSDP2's in place. Keys that Composer's FSDP2 does not have keep their names."""
         replacements = {}
         for name, value in section.given.items():
             row = KEYS_BY_NAME.get(name)
@@ -126,7 +126,10 @@ class ComposerDialect(Dialect):
         return [MappingEdit(path=section.path, replacements=replacements)] if replacements else []
 
     def own_findings(self, reading: Reading, lost: Sequence[Loss]) -> tuple[Finding, ...]:
-        """Return the reading's findings, which already describe this target; any loss in the new text is a fault."""
+        """Return the findings of the reading, which already describe FSDP2.
+
+        A field that the new text loses is a bug, and reported.
+        """
         faults = (fault(name, "", "the new text loses it") for each in lost for name in each.fields if not each.is_kept)
         found = (each for each in reading.findings if each.key not in NUMBERS_OF_TRAINING)
         return (*found, *launch_findings(reading.details), *faults)
@@ -140,7 +143,7 @@ class ComposerDialect(Dialect):
         return key in KEYS_BY_NAME and KEYS_BY_NAME[key].rewrite is None
 
     def replaced_block(self, section: Section) -> ReplacedBlock:
-        """Return the section, or the whole ``parallelism_config`` if the section is its only entry."""
+        """Return the section, or ``parallelism_config`` if the section is its only entry."""
         holder = value_at(section.around, section.path[:-1])
         is_alone = section.path[-2:-1] == ("parallelism_config",) and len(holder) == 1
         return ReplacedBlock(entry=section.path[:-1] if is_alone else section.path, inner=section.path)
@@ -157,7 +160,8 @@ class ComposerDialect(Dialect):
 
 
 def _of_shared_batches(run: RunConfig) -> RunConfig:
-    """Count once the rows of ranks that share a batch; Composer divides a global batch among all ranks."""
+    """Return the run with a global batch that counts rows of TP and CP peers once; Composer counts them on every
+    rank."""
     shared = run.tensor_parallel * run.context_parallel
     if shared == 1 or run.global_batch_size is None or run.config.effective_broadcast_batch is BroadcastBatch.GATHER:
         return run
@@ -166,7 +170,7 @@ def _of_shared_batches(run: RunConfig) -> RunConfig:
 
 
 def _as_set(finding: Finding, by_foundry: Mapping[str, Finding]) -> Finding:
-    """Return the finding of a key with the value that LLM Foundry sets."""
+    """Return the finding of a key, changed to the value that LLM Foundry sets."""
     new = by_foundry.get(finding.key) if finding.origin is Origin.KEY else None
     return finding if new is None else replace(finding, target=new.target, reason=new.reason)
 
@@ -179,7 +183,7 @@ _Read = Callable[[Given], Translation]
 
 
 def _contradictions(known: Given, read: _Read, error: ConfigError) -> list[Finding]:
-    """Return a finding for each key: the usual one if the key can be read alone, else its error, or that of all."""
+    """Return a finding for each key of an invalid section: the usual finding, or the error that names the key."""
     findings, errors = dict[str, Finding](), dict[str, ConfigError]()
     for name in known:
         try:
@@ -195,10 +199,10 @@ def _contradictions(known: Given, read: _Read, error: ConfigError) -> list[Findi
 
 
 def _alone(names: tuple[str, ...], known: Given, read: _Read) -> Finding:
-    """Return the finding of the first key, read with only those that it needs.
+    """Return the finding of the first key, read together with only the keys that its error names as required.
 
     Raises:
-        ConfigError: the key is wrong in itself.
+        ConfigError: the key is invalid by itself.
     """
     try:
         return read({name: known[name] for name in names}).findings[0]

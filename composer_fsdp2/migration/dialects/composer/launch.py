@@ -1,7 +1,7 @@
-"""The command that trains a migrated LLM Foundry file on FSDP2, and root-level keys that LLM Foundry 0.22 refuses.
+"""Report the command that trains a migrated LLM Foundry file on FSDP2, and top-level keys that LLM Foundry 0.22
+rejects.
 
-Neither blocks a migration: the section is right without them, and LLM Foundry refuses a key with an error before it
-trains.
+Neither blocks a migration: the section is valid, and LLM Foundry rejects a key with an error before training.
 """
 
 import re
@@ -65,7 +65,7 @@ def launch_findings(section: Section) -> Iterator[Finding]:
 
 
 def unfinished_findings(given: Sequence[str]) -> Iterator[Finding]:
-    """Yield a finding if LLM Foundry would refuse another system's file for missing or unknown root-level keys."""
+    """Yield a finding if a file converted from another system lacks top-level keys of LLM Foundry, or has others."""
     missing = [key for key in MANDATORY if key not in given]
     refused = [key for key in given if key not in TRAIN_CONFIG | _BESIDE]
     if missing or refused:
@@ -89,9 +89,9 @@ def _trained_by_foundry(section: Section) -> Given | None:
 
 
 def _of_command(command: str, *, is_foundrys: bool) -> Iterator[Finding]:
-    """Yield findings for a command.
+    """Yield findings with the new launch command for each line of an MCLI ``command`` that launches training.
 
-    The command is not edited: only the user knows which image and which checkout the new line needs.
+    The command is not edited, because the new line depends on the image and the checkout, which only the user knows.
     """
     if "composer_fsdp2" in command:
         return
@@ -111,7 +111,7 @@ def _of_command(command: str, *, is_foundrys: bool) -> Iterator[Finding]:
 
 
 def _on_fsdp2(line: str, is_foundrys: bool) -> str:
-    """Return the shell line that launches the same script on FSDP2; "" if Composer's launcher starts no script."""
+    """Return the shell line that launches the same script on FSDP2; "" if the line does not run Composer's launcher."""
     line = " ".join(line.split())
     launch = _LAUNCH.search(line)
     if launch is None:

@@ -1,4 +1,4 @@
-"""The keys of an ``fsdp_config`` that are written for a run, and the fields of a run that they lose."""
+"""Write a run as keys of an ``fsdp_config``, and list the fields of a run that such keys cannot express."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,7 +17,7 @@ from composer_fsdp2.migration.run import RunConfig
 
 
 def _groups(run: RunConfig) -> Any:
-    """Return the groups of shards, and those of replicas if there are any; None for a mesh of all ranks."""
+    """Return the value of ``process_group``: the shard group, or [shard, replicate]; None for a mesh of all ranks."""
     groups = [list(each.ranks) or str(each) for each in reversed(run.config.mesh.groups)]
     return groups if len(groups) > 1 else next(iter(groups), None)
 
@@ -32,7 +32,7 @@ def _replicas(run: RunConfig) -> int | None:
 
 
 def _mixed_precision(run: RunConfig) -> str | dict[str, str]:
-    """Return Composer's name for the mixed precision (FULL, DEFAULT or PURE) if one matches, otherwise the dtypes."""
+    """Return FULL, DEFAULT or PURE if one of them means the run's mixed precision, else a mapping of dtypes."""
     asked = run.config.mixed_precision
     dtypes = {name: getattr(asked, name) for name in ("param_dtype", "reduce_dtype", "buffer_dtype")}
     for word in ("FULL", "DEFAULT", "PURE"):
@@ -45,9 +45,9 @@ Write = Callable[[RunConfig], Any]
 
 
 def _field_of(row: Key) -> Write:
-    """Return a function that writes a key specific to composer_fsdp2, unless its value is the default.
+    """Return a function that writes a key that only composer_fsdp2 has, unless its value is the default.
 
-    Experts are units only if idle experts run as well; classes are written only if activations are recomputed or
+    Experts are written as units only with ``idle_experts``, and classes only if activations are recomputed or
     offloaded.
     """
 

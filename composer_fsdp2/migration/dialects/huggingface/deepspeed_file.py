@@ -1,7 +1,7 @@
-"""DeepSpeed's JSON file, referenced by another configuration file or migrated alone.
+"""Migrate DeepSpeed's JSON file, which another file references, or which is migrated alone.
 
-The settings replace the reference in that file, under keys that its system reads, and the file is then migrated as
-usual. Findings name the keys of the JSON. Called by ``migrate_text``; does not read the disk.
+The reference is replaced by DeepSpeed's settings under keys of the referencing file's system. This text is then
+migrated as any other. Findings name the keys of the JSON. Called by ``migrate_text``; does not read the disk.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -72,7 +72,7 @@ class _Json:
         return value_at(self.document.values, path) if has_path(self.document.values, path) else None
 
     def precision(self) -> str | None:
-        """Return accelerate's name of the precision; None if it is float32 or set by the script."""
+        """Return accelerate's name of the precision; None if it is float32, or set by the script."""
         return next((name for name in ("bf16", "fp16") if self.at(f"{name}.enabled") is True), None)
 
     def named(self, finding: Finding, key: str) -> Finding:
@@ -161,12 +161,12 @@ def _findings(json: _Json, told: Iterable[str | None], rules: Sequence[_Rule] = 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WithSettings:
-    """The text of a file with DeepSpeed's settings inserted.
+    """The text of a file in which DeepSpeed's settings replace the reference to the JSON.
 
     Args:
-        names: Maps the key of a finding to the JSON's key; None drops the finding.
-        findings: Findings for the other keys.
-        suffix: Suffix of the format of ``text`` if it differs from that of the file, else "".
+        names: Key of a finding -> key of the JSON; None drops the finding.
+        findings: Findings for keys of the JSON that are not inserted.
+        suffix: The suffix for the format of ``text`` if it differs from that of the file, else "".
     """
 
     text: str
@@ -176,7 +176,8 @@ class WithSettings:
     suffix: str = ""
 
     def told(self, findings: Iterable[Finding]) -> Iterator[Finding]:
-        """Yield the findings of ``text`` under the keys of the original files, then those of the JSON's other keys."""
+        """Yield the findings of ``text`` under the keys of the original files, and those for keys that are not
+        inserted."""
         for each in findings:
             name = self.names.get(each.key, each.key)
             if name is not None:
@@ -187,11 +188,11 @@ class WithSettings:
 
 
 def with_settings(document: Document, read: ReadsFile, *, to: str | None, alone: bool) -> WithSettings | None:
-    """Return a document's text with the settings of the DeepSpeed JSON that it references or is; None without a JSON.
+    """Return a document's text with the settings of its DeepSpeed JSON; None if it neither references nor is one.
 
     Args:
-        to: Name of the target system; None is the document's own.
-        alone: Whether DeepSpeed's JSON is migrated without a file that references it.
+        to: The name of the target system; None: the document's own.
+        alone: Whether to migrate a document that is a DeepSpeed JSON itself.
     Raises:
         ConfigError: the referenced file is not JSON, or accelerate rejects it; the message has file and line.
     """
@@ -219,7 +220,7 @@ _NAMED = ("deepspeed_config", "deepspeed_config_file")
 
 
 def _entries(json: _Json) -> tuple[dict[str, Any], dict[str, str | None]]:
-    """Return the entries of accelerate's ``deepspeed_config``, and a map from the keys of findings to the JSON's."""
+    """Return the entries of accelerate's ``deepspeed_config``, and a map from keys of findings to keys of the JSON."""
     entries: dict[str, Any] = {}
     names: dict[str, str | None] = {}
     if precision := json.precision():
@@ -247,7 +248,7 @@ def _of_itself(json: _Json) -> WithSettings:
 
 
 def _of_accelerates(document: Document, json: _Json) -> WithSettings:
-    """Replace the file name in an accelerate file by the JSON's settings, including its precision."""
+    """Replace the reference in an accelerate file by the JSON's settings, including its precision."""
     values, (section, name) = document.values, _NAMED
     entries, names = _entries(json)
     refused = [key for key in _REFUSED if key in values[section]]
@@ -273,7 +274,10 @@ def _naming(document: Document, path: Path, refused: Sequence[str] = ()) -> Find
 
 
 def _of_axolotls(document: Document, json: _Json) -> WithSettings:
-    """Replace ``deepspeed`` in an axolotl file by FSDP1's keys; axolotl's keys set batches, precision and clipping."""
+    """Replace ``deepspeed`` in an axolotl file by keys of FSDP1.
+
+    Batches, precision and clipping are those of axolotl's keys.
+    """
     values, (entries, names) = document.values, _entries(json)
     names = {key: each for key, each in names.items() if each not in _OF_TRAINERS}
     entries = {key: each for key, each in entries.items() if key not in _OF_TRAINERS}

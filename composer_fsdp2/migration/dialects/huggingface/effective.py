@@ -1,4 +1,4 @@
-"""Find the keys of a section, determine which of them are read, and compute the effective configuration."""
+"""Find the keys of a section, determine which of them the system reads, and compute the effective configuration."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -60,7 +60,7 @@ def reader_of(values: Mapping[str, Any], *, is_axolotl: bool = False) -> Reader:
 
 
 def is_bare(values: Mapping[str, Any]) -> bool:
-    """Whether these are the keys of an ``fsdp_config`` itself, as in the JSON file that a Trainer loads."""
+    """Return whether a mapping is the content of an ``fsdp_config``, as in a JSON file that a Trainer loads."""
     if "fsdp_config" in values or "distributed_type" in values:
         return False
     # Beside fsdp, OLD_SIBLINGS are arguments of a Trainer.
@@ -95,7 +95,7 @@ def given_keys(values: Mapping[str, Any], reader: Reader, *, is_file: bool) -> t
 
 
 def _key_beside(name: str, value: Any, reader: Reader, *, is_file: bool) -> GivenKey | None:
-    """Return a key that is not in a mapping; None for one that does not configure FSDP."""
+    """Return a key outside of the section's mappings, with its row; None if it does not configure FSDP."""
     usual = BY_PLACE.get((BESIDE, name))
     row = OF_AXOLOTL.get(name, usual) if reader in AXOLOTL else usual
     if row is not None and reader in row.read_by:  # null is as good as absent to axolotl
@@ -128,10 +128,10 @@ def _nested_key(key: str, name: str, value: Any, group: str, reader: Reader) -> 
 
 
 def effective_config(values: Mapping[str, Any], reader: Reader, *, is_file: bool = False) -> EffectiveConfig:
-    """Return the effective configuration of a section.
+    """Return the configuration that a system uses for a section: explicit values, and defaults.
 
     Args:
-        is_file: Whether the section is a whole file, in which accelerate accepts only keys that it knows.
+        is_file: Whether the section is a whole file. accelerate rejects unknown keys in a file.
     """
     settings: dict[str, Any] = {row.name: row.defaults.get(reader) for row in ROWS}
     settings["fsdp"] = FsdpOptions()
@@ -165,9 +165,9 @@ def effective_config(values: Mapping[str, Any], reader: Reader, *, is_file: bool
 
 
 def _unused(config: EffectiveConfig) -> Sequence[str]:
-    """Return the wrapping keys whose values the system never checks, because the policy does not use them.
+    """Return the wrapping keys whose values the system does not validate, because the policy does not use them.
 
-    A Trainer compares the number with 0 in any case, which works for a float.
+    A Trainer always compares ``min_num_params`` with 0, so only a float is not validated.
     """
     policy = config["auto_wrap_policy"]
     classes = config.keys_of("transformer_layer_cls_to_wrap") if policy != "TRANSFORMER_BASED_WRAP" else []
@@ -178,14 +178,14 @@ def _unused(config: EffectiveConfig) -> Sequence[str]:
 
 
 def _policy_of_words(config: EffectiveConfig) -> str:
-    """Return the wrapping policy; auto_wrap overrides the policy that axolotl already exported."""
+    """Return the wrapping policy. ``auto_wrap`` in ``fsdp`` overrides the policy that axolotl exports."""
     if not config["fsdp"].auto_wrap:
         return str(config["auto_wrap_policy"])
     return "SIZE_BASED_WRAP" if config["min_num_params"] > 0 and config.reader not in FSDP2 else _BY_LAYER
 
 
 def _reshards(config: EffectiveConfig) -> bool:
-    """Return whether parameters are freed after forward, which a strategy decides where FSDP2's key does not."""
+    """Return whether parameters are resharded after forward, from FSDP2's key or from the strategy."""
     strategy = config["sharding_strategy"]
     if config.reader in (T2, X2) and config.key_of("reshard_after_forward") is None:
         strategy = config["fsdp"].strategy
@@ -193,7 +193,7 @@ def _reshards(config: EffectiveConfig) -> bool:
 
 
 def _devices(config: EffectiveConfig) -> Sequence[str]:
-    """Return the devices to which DeepSpeed offloads; parameters under stage 3 only."""
+    """Return the devices to which DeepSpeed offloads. Parameters are offloaded only under stage 3."""
     names = ("param", "optimizer") if config["zero_stage"] == 3 else ("optimizer",)
     return [config[f"offload_{name}_device"] for name in names]
 
@@ -241,9 +241,9 @@ def _asks_for_size(config: EffectiveConfig) -> bool:
 
 
 def _refuses_to_load(config: EffectiveConfig) -> bool:
-    """Whether the system raises because rank 0 alone loads the values and does not send them to other ranks.
+    """Return whether the system raises because only rank 0 loads the weights, and does not broadcast them.
 
-    A Trainer compares text. accelerate's launcher treats any text as true, also for FSDP2, which reads only one of
+    A Trainer compares strings. accelerate's launcher treats any string as true, also for FSDP2, which reads only one of
     the two keys.
     """
     values = {each.row.name: each.value for each in _checked(config) if each.row}
@@ -255,7 +255,7 @@ def _refuses_to_load(config: EffectiveConfig) -> bool:
 
 
 def _checked(config: EffectiveConfig) -> Sequence[GivenKey]:
-    """Return the keys whose values the system compares; accelerate also compares those that FSDP2 does not use."""
+    """Return the keys whose values the system compares. accelerate also compares keys that FSDP2 does not use."""
     return [each for each in config.given if each.is_read or config.reader is A2]
 
 

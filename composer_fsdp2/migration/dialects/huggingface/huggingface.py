@@ -122,7 +122,7 @@ class HuggingFaceDialect(Dialect):
         return path[:-1] if path[-1:] and path[-1] in MAPPINGS else path
 
     def find(self, path: Path, values: Mapping[str, Any], parent: Mapping[str, Any]) -> Path | None:
-        """Return the path of a mapping with a Trainer's FSDP arguments, or of an accelerate configuration file."""
+        """Return the path of a mapping that has a Trainer's FSDP arguments or is an accelerate file, else None."""
         settings, fsdp = values.get("fsdp_config"), values.get("fsdp")
         if values.get("distributed_type") == "DEEPSPEED" and isinstance(values.get("deepspeed_config"), Mapping):
             return path
@@ -161,7 +161,7 @@ class HuggingFaceDialect(Dialect):
         return settings_of(self.written, run)
 
     def rewrite(self, section: Section, reading: Reading) -> list[MappingEdit]:
-        """Replace FSDP1's keys by FSDP2's in place; no edits if FSDP2 does not support the strategy."""
+        """Replace FSDP1's keys by FSDP2's in place. No edits if FSDP2 does not support the strategy."""
         config: EffectiveConfig = reading.details
         keeps_all = config["sharding_strategy"] is ShardingStrategy.NO_SHARD
         if reading.run is None or keeps_all or config.reader in FSDP2:
@@ -176,8 +176,8 @@ class HuggingFaceDialect(Dialect):
             yield replace(each, key=config.key_of(name) or each.key)
 
     def own_findings(self, reading: Reading, lost: Sequence[Loss]) -> tuple[Finding, ...]:
-        """Return the findings of the reading, and those for settings that this system's FSDP2 lacks or treats
-        differently from its FSDP1."""
+        """Return the findings of the reading, and findings for settings that this system's FSDP2 lacks or treats
+        differently."""
         config: EffectiveConfig = reading.details
         findings = tuple(
             replace(each, **_OF_THE_MODEL.get(each.key, {})) for each in reading.findings if each.key != _TRAINED
@@ -191,9 +191,10 @@ class HuggingFaceDialect(Dialect):
         return (*findings, *rest, *_applying(_OF_FSDP2, config))
 
     def _of_own(self, loss: Loss, config: EffectiveConfig) -> Finding:
-        """Return the finding of a loss, adapted to the section.
+        """Return the finding of a lost field, adapted to the section.
 
-        The norm of a DeepSpeed section is lost in FSDP's; a file with degrees is for a release that reads them.
+        FSDP's section has no clipping norm, so DeepSpeed's needs a decision. A file that sets degrees is for a release
+        that reads them, so they are exact.
         """
         first = next(iter(loss.fields), "")
         if first == "max_grad_norm" and config.key_of("gradient_clipping") is not None:
@@ -203,7 +204,8 @@ class HuggingFaceDialect(Dialect):
         return loss.finding
 
     def replaced_block(self, section: Section) -> ReplacedBlock | None:
-        """Return the keys of FSDP and of the precision; None for a file that has no other keys, replaced as a whole."""
+        """Return the keys of FSDP and of the precision; None if the file has no other keys, and is replaced as a
+        whole."""
         if is_bare(section.given):
             return None
         names = ("fsdp_config", "deepspeed_config", "fsdp", "distributed_type")
@@ -260,17 +262,17 @@ class HuggingFaceDialect(Dialect):
 
 
 class AxolotlDialect(HuggingFaceDialect):
-    """axolotl's files, each with one section; its FSDP2 keys have no prefix.
+    """Files of axolotl, each with one section. The FSDP2 keys have no prefix.
 
     Up to 0.11 axolotl exported the keys of an ``fsdp_config`` with the prefix ``fsdp_`` as accelerate's environment
-    variables; from 0.12 on it strips the prefix, warns that it is deprecated, and exports the same. Prefixed keys
-    are therefore in effect in all releases, while a plain Trainer ignores them. axolotl exports fewer keys than
-    accelerate reads: no strategy, which the options of ``fsdp`` decide, and no prefetching. It also passes the
-    section to its Trainer, which exports the keys that it reads again. Up to 0.11 those keys passed through
-    ``lstrip("fsdp_")``, which strips letters and not a prefix: ``backward_prefetch`` arrived, ``forward_prefetch``
-    and ``sync_module_states`` lost their first letter and did not. From 0.12 on a schema rejects prefetching, and
-    ``sync_module_states`` arrives. Under FSDP2 (``fsdp_version: 2``) axolotl replaces accelerate's function by
-    another one, which recomputes whole layers.
+    variables; from 0.12 on it strips the prefix, warns that it is deprecated, and exports the same. Prefixed keys are
+    therefore effective in all releases, while a plain Trainer ignores them. axolotl exports fewer keys than accelerate
+    reads: not the strategy, which the options of ``fsdp`` set, and no prefetching. It also passes the section to its
+    Trainer, which exports the keys that it reads again. Up to 0.11, axolotl removed the prefix by ``lstrip("fsdp_")``,
+    which strips letters: ``backward_prefetch`` was passed on, while ``forward_prefetch`` and ``sync_module_states``
+    lost their first letter and had no effect. From 0.12 on a schema rejects prefetching, and ``sync_module_states`` is
+    passed on. Under FSDP2 (``fsdp_version: 2``) axolotl replaces accelerate's checkpointing function by one that
+    recomputes whole layers.
 
     Sources: axolotl 0.8 to 0.13 (``utils/trainer.py``: ``setup_fsdp_envs``, ``setup_parallelism_envs``;
     ``utils/schemas/fsdp.py`` and ``validation.py``; ``core/trainer_builder.py``, later ``core/builders/``;
@@ -293,7 +295,8 @@ class AxolotlDialect(HuggingFaceDialect):
     )
 
     def find(self, path: Path, values: Mapping[str, Any], parent: Mapping[str, Any]) -> Path | None:
-        """Return the path of the whole file; None if ``fsdp`` and ``fsdp_config`` are empty: it is not sharded."""
+        """Return the path of the whole file; None if ``fsdp`` and ``fsdp_config`` are empty, because it is then not
+        sharded."""
         return path if is_axolotl(values) and (values.get("fsdp") or values.get("fsdp_config")) else None
 
     def places(self, row: Any) -> tuple[str, ...]:
@@ -315,7 +318,7 @@ class AxolotlDialect(HuggingFaceDialect):
 
 
 def _fields(config: EffectiveConfig) -> dict[str, Any]:
-    """Return the fields of the run, from the keys of the section and from those beside it.
+    """Return the fields of the run, from keys inside and outside the section.
 
     Raises:
         ConfigError: the number of ranks per node is unknown.
@@ -332,7 +335,8 @@ def _fields(config: EffectiveConfig) -> dict[str, Any]:
 
 
 def _adapter(config: EffectiveConfig) -> Any:
-    """Return the adapter that is trained: axolotl's key, or ``use_peft`` of TRL's ModelConfig, by default a LoRA."""
+    """Return the adapter that is trained: axolotl's ``adapter``, or "lora" if ``use_peft`` of TRL's ModelConfig is
+    set."""
     if config.reader in AXOLOTL:
         return config.around.get("adapter")
     return "lora" if config.around.get("use_peft") else None
@@ -396,7 +400,7 @@ _OF_SPEED = {
 
 
 def _unread(usual: Finding, given: GivenKey, row: Key, config: EffectiveConfig) -> Finding:
-    """Return the finding for a key that the system ignored; nothing is lost if its value was in effect anyway."""
+    """Return the finding for a key that the system ignores. It has no effect if its value equals the effective one."""
     reader, error = config.reader, config.errors.get(given.key)
     if given.value is None and reader in AXOLOTL:
         return idle(usual, "it is empty")
@@ -450,9 +454,9 @@ def _applying(rules: Iterable[_Rule], config: EffectiveConfig) -> Iterator[Findi
 
 
 def _leaves_wrapping_open(config: EffectiveConfig) -> bool:
-    """Return whether the file has the key that decides the wrapping, which it does not set there.
+    """Return whether the file does not set the key that selects the wrapping policy.
 
-    For a Trainer the options of fsdp decide, which may be in another place.
+    For a Trainer, the options of ``fsdp`` select it, which the file may set at another place.
     """
     return "fsdp" in config.around if config.reader is T1 else config.key_of("auto_wrap_policy") is None
 

@@ -68,14 +68,14 @@ from composer_fsdp2.migration.training import DEFAULTS, OF_TRAINERS, count, numb
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key(Lens):
-    """A key of files that several systems read.
+    """A key of Hugging Face's files, which several readers (programs and releases) read differently.
 
     Args:
-        defaults: Default value by reader.
-        read_by: Readers of the key, by default those of FSDP. It has no effect on the others.
-        checked_by: Readers that reject an invalid value but do not use a valid one.
-        instead: By reader that ignores the key, the equivalent there.
-        release: Of accelerate, the release that reads the key, if it is later than 1.8.1.
+        defaults: Reader -> default value.
+        read_by: The readers for which the key has an effect; by default those of FSDP.
+        checked_by: Readers that validate the value and do not use it.
+        instead: Reader that ignores the key -> the key that has the same effect there.
+        release: The first release of accelerate that reads the key, if it is later than 1.8.1.
     """
 
     group: str = SETTINGS
@@ -88,7 +88,8 @@ class Key(Lens):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenKey:
-    """A key of the section, with its path from there, and whether the system reads it at that place."""
+    """A key that the file sets: its path within the section, its value, and whether the system reads it at that
+    place."""
 
     key: str
     value: Any
@@ -103,13 +104,13 @@ class GivenKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EffectiveConfig:
-    """The settings in effect, explicit or default, and the problems that prevent the run from starting.
+    """The effective values of a section, explicit or default, and the errors that prevent the run from starting.
 
     Args:
-        settings: Value by name in the table.
-        parsed: Value by key, also of keys that are not read.
-        errors: By key, whether it is read or not: why its value is invalid, and which values are valid.
-        problems: By key: why the run does not start.
+        settings: Name in the table -> effective value.
+        parsed: Key -> parsed value, also of keys that are not read.
+        errors: Key -> why its value is invalid, and which values are valid; also of keys that are not read.
+        problems: Key -> why the run does not start.
     """
 
     reader: Reader
@@ -124,11 +125,11 @@ class EffectiveConfig:
         return self.settings[name]
 
     def keys_of(self, *names: str) -> list[str]:
-        """Return the keys that are read for any of these names of the table."""
+        """Return the keys in the file that set one of these names of the table, and that the system reads."""
         return [each.key for each in self.given if each.row is not None and each.is_read and each.row.name in names]
 
     def key_of(self, *names: str) -> str | None:
-        """Return the key that set one of these names; None if the file has none of them."""
+        """Return the last key in the file that sets one of these names of the table; None without one."""
         return next(reversed(self.keys_of(*names)), None)
 
     def value_of(self, key: str) -> Any:
@@ -140,7 +141,7 @@ class EffectiveConfig:
         return self.reader not in TRAINERS and self.around.get("num_machines", 1) in (None, 1, "1")
 
     def count(self, key: str) -> int | None:
-        """Return the number at a key beside the section, which accelerate also accepts in quotes.
+        """Return the integer at a key outside the section, or None. accelerate also accepts it in quotes.
 
         Raises:
             ConfigError: the value is not a number.
@@ -168,9 +169,9 @@ _POLICY_OF = {WrapKind.ROOT: "NO_WRAP", WrapKind.SIZE: "SIZE_BASED_WRAP"}
 
 
 def _mixed_precision(word: str, config: EffectiveConfig) -> MixedPrecision:
-    """Convert a precision to a mixed precision policy.
+    """Return the mixed precision policy for a precision, such as bf16.
 
-    FSDP1 cast buffers and only the root's inputs; accelerate's FSDP2 casts the inputs and outputs of each unit.
+    FSDP1 casts buffers, and the inputs of the root. accelerate's FSDP2 casts the inputs and outputs of each unit.
     """
     dtype = DTYPES[word]
     if dtype is None:
@@ -181,7 +182,7 @@ def _mixed_precision(word: str, config: EffectiveConfig) -> MixedPrecision:
 
 
 def _max_grad_norm(value: Any, config: EffectiveConfig) -> Any:
-    """Return the clipping norm: a Trainer clips to 1 by default, and does not clip for a norm of 0."""
+    """Return the clipping norm. A Trainer clips to 1 by default, and does not clip if the norm is 0."""
     norm = config.around.get("max_grad_norm", 1.0) if config.reader in TRAINERS else value
     is_off = config.reader in TRAINERS and isinstance(norm, int | float) and norm <= 0
     return None if is_off else norm
@@ -209,13 +210,13 @@ def _duration(steps: Any, config: EffectiveConfig) -> str | None:
 
 
 def _rows(rows: Any, config: EffectiveConfig) -> int | None:
-    """Return the rows of a microbatch; None if accelerate splits a batch of all ranks."""
+    """Return the rows of a microbatch; None if accelerate divides one batch among all ranks."""
     older = config.around.get("per_gpu_train_batch_size") if config.reader in TRANSFORMERS else None
     return None if _of_accelerator(config).get("split_batches") else count(older or rows)
 
 
 def _microbatches(rows: Any, config: EffectiveConfig) -> int | None:
-    """Return the number of microbatches per step; axolotl derives it from a rank's batch (utils/config, 0.12.2)."""
+    """Return the microbatches per step. axolotl computes them from the batch of a rank (utils/config, 0.12.2)."""
     around, rows = config.around, _rows(rows, config)
     steps = around.get("gradient_accumulation_steps")
     if config.reader not in TRAINERS:
@@ -242,10 +243,10 @@ def _optimizer(name: str | None, config: EffectiveConfig) -> str | None:
 
 
 def syncs(in_each: bool, config: EffectiveConfig) -> GradientSync:
-    """Return when gradients are reduced.
+    """Return in which microbatches gradients are reduced.
 
-    A Trainer reduces in the last microbatch (no_sync); with accelerate alone the script decides, and under ZeRO the
-    stage: with sharded gradients each microbatch is reduced.
+    A Trainer reduces in the last microbatch (``no_sync``). With accelerate alone the script decides. Under ZeRO, stages
+    with sharded gradients reduce in each microbatch.
     """
     if config.reader is AD:
         defers = config["gradient_accumulation_steps"] > 1 and config["zero_stage"] < 2
@@ -256,7 +257,8 @@ def syncs(in_each: bool, config: EffectiveConfig) -> GradientSync:
 
 
 def mesh_of(shard: int, config: EffectiveConfig) -> MeshSpec:
-    """Return the mesh: all ranks, unless the file sets degrees or FSDP1's strategy was hybrid (sharded within a node).
+    """Return the mesh: all ranks shard, unless the file sets degrees, or the strategy is hybrid (sharded within a
+    node).
 
     Raises:
         ConfigError: the sizes are invalid, or a hybrid strategy's number of ranks per node is unknown.
@@ -306,7 +308,7 @@ def off(finding: Finding) -> Finding:
 
 
 def _switch(name: str) -> Callable[[Finding, EffectiveConfig], Finding]:
-    """Return a ``decide`` for a key that has an effect only while the setting ``name`` is on."""
+    """Return a ``decide`` function for a key that has an effect only if the setting ``name`` is on."""
     return cases(case(lambda value, config: not config[name], **_OFF))
 
 
@@ -315,7 +317,7 @@ def _is_2d(config: EffectiveConfig) -> bool:
 
 
 def _where(config: EffectiveConfig) -> str:
-    """Return over which ranks a strategy shards, as an addition to its reason."""
+    """Return over which ranks a hybrid strategy shards, to append to its reason; "" for other strategies."""
     if _is_2d(config):
         return "; sharded within a node, replicated over nodes"
     is_hybrid = config["sharding_strategy"].is_hybrid
@@ -361,7 +363,7 @@ SIZE_HINT = "TRANSFORMER_BASED_WRAP, with the classes of the layers"
 
 
 def _of_wrap(policy: str) -> Callable[[Finding, EffectiveConfig], Finding]:
-    """Return a ``decide`` for classes or a number that one auto-wrap policy uses."""
+    """Return a ``decide`` function for a key that only the auto-wrap policy ``policy`` uses."""
     words = {**dict.fromkeys((T1, T2), "auto_wrap in fsdp"), **dict.fromkeys((X1, X2), f"auto_wrap_policy: {policy}")}
     return cases(
         case(lambda value, config: config["auto_wrap_policy"] == policy),
@@ -435,11 +437,11 @@ _KEPT = "accelerate reads it for FSDP2 as for FSDP1"
 
 
 def _instead(trainer: str, launcher: str = "") -> dict[Reader, str]:
-    """Return the equivalent of a key by reader that ignores it.
+    """Return the value of ``Key.instead``.
 
     Args:
-        trainer: In a Trainer's arguments for transformers 4.51.3.
-        launcher: In an accelerate file.
+        trainer: The equivalent in a Trainer's arguments for transformers 4.51.3.
+        launcher: The equivalent in an accelerate file.
     """
     ways = {T1: trainer, X1: trainer, A1: launcher, A2: launcher}
     return {reader: way for reader, way in ways.items() if way}

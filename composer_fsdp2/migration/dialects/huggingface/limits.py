@@ -1,4 +1,4 @@
-"""Fields of a run that accelerate's or axolotl's FSDP2 cannot configure, or implements differently."""
+"""The fields of a run that FSDP2 of accelerate or axolotl cannot configure, or implements differently."""
 
 from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.migration.dialects.huggingface.keys import SIZE_HINT, SIZE_REASON

@@ -1,7 +1,7 @@
-"""Readers of files with Hugging Face's keys, and the parsing of values by each.
+"""The readers of files with Hugging Face's keys, and how each parses values.
 
-A value is parsed as its system did, which can be surprising: a Trainer passes most values on unchanged, accelerate's
-launcher converts them to text.
+A value is parsed as by its system: a Trainer uses most values as they are, accelerate's launcher converts them to
+strings.
 """
 
 import enum
@@ -94,13 +94,13 @@ def _named_values(
     launcher: Mapping[str, Any] = _NOTHING,
     refused: Mapping[str, str] = _NOTHING,
 ) -> Takes:
-    """Return a parser of named values in any letter case.
+    """Return the ``Takes`` of a key with named values, in any letter case.
 
     Args:
-        words: Name -> effective value.
-        choices: The names to list; all by default.
-        absent: Reader -> effective value, for readers that treat null as an absent key.
-        launcher: Further names that accelerate's launcher accepts, in lower case.
+        words: Name -> parsed value.
+        choices: The names to list in documentation; None: all.
+        absent: Reader that treats null as an unset key -> parsed value.
+        launcher: Further names in lower case that accelerate's launcher accepts -> parsed value.
         refused: Name in lower case -> the reason why it is rejected.
     """
     values = {word.lower(): value for word, value in words.items()}
@@ -122,10 +122,10 @@ def _named_values(
 
 
 def _flag(text: str, axolotl: Mapping[str, Any] = _NOTHING) -> Takes:
-    """Return a parser of a flag that is used as is: any string would be true, so strings are rejected.
+    """Return the ``Takes`` of a flag that the system does not parse. Strings are rejected, because any string is true.
 
     Args:
-        axolotl: String that axolotl accepts -> effective value.
+        axolotl: String that axolotl accepts -> parsed value.
     """
 
     def parse(value: object, reader: Reader) -> Any:
@@ -212,11 +212,12 @@ PRECISION = _named_values(
 
 
 def _number(text: str, parse: Callable[[str], Any], absent: Any = ...) -> Takes:
-    """Return a parser of numbers.
+    """Return the ``Takes`` of a number.
 
     Args:
-        parse: Parses a text; raises ValueError.
-        absent: The value for null and ``auto``, which leave the number to the system; by default they are invalid.
+        parse: Parses a string; raises ValueError.
+        absent: The parsed value of null and ``auto``, with which the system chooses the number; by default they are
+            invalid.
     """
 
     def parse_or_fail(value: object, reader: Reader) -> Any:
@@ -268,7 +269,7 @@ class FsdpOptions:
 
 
 def _parse_fsdp_options(value: object, reader: Reader) -> FsdpOptions:
-    """Parse ``fsdp``: every option in a string is checked; unknown entries of a list are ignored."""
+    """Parse ``fsdp``. An unknown option in a string is an error, as in transformers; one in a list is ignored."""
     if value is None or isinstance(value, bool):
         return FsdpOptions(strategy=ShardingStrategy.FULL_SHARD if value else None)
     if not isinstance(value, str | list):
@@ -293,7 +294,7 @@ def _parse_fsdp_options(value: object, reader: Reader) -> FsdpOptions:
 
 
 def _texts(value: Any, takes: str) -> Sequence[str]:
-    """Return a list of texts as it is, and a text as a list of it."""
+    """Return a list of strings unchanged, and a string as a list with one item."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not all(isinstance(each, str) for each in texts):
         raise _bad(value, takes)
@@ -301,7 +302,7 @@ def _texts(value: Any, takes: str) -> Sequence[str]:
 
 
 def _parse_classes(value: object, reader: Reader) -> tuple[str, ...]:
-    """Parse class names, separated by commas without spaces: accelerate splits at commas and does not strip names."""
+    """Parse class names separated by commas without spaces: accelerate splits at commas, and does not strip spaces."""
     if value is None:
         return ()
     names = [name for text in _texts(value, CLASSES.text) for name in text.split(",")]

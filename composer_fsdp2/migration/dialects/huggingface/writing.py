@@ -1,4 +1,5 @@
-"""Write a run as keys of accelerate or axolotl, convert a section to FSDP2's keys in place, and patch a section."""
+"""Write a run as keys of accelerate or axolotl, convert a section to FSDP2's keys in place, and change keys for a
+patch."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -46,10 +47,10 @@ def settings_of(table: Iterable[Written], run: RunConfig) -> Iterator[Setting]:
 
 
 def degrees_of(run: RunConfig) -> dict[str, int]:
-    """Return the sizes for ``parallelism_config``; without it, accelerate shards over all ranks.
+    """Return the sizes for ``parallelism_config``. Empty if it is not needed, because accelerate shards over all ranks.
 
-    Empty for a mesh with an open size that the number of ranks does not determine, and for one that accelerate
-    rejects: other axes beside replicas of one rank.
+    Also empty for a mesh with a size of -1 that the number of ranks does not determine, and for a mesh that accelerate
+    rejects: other axes, and replicas of one rank.
     """
     mesh, tensor, context = run.config.mesh, run.tensor_parallel, run.context_parallel
     if mesh.is_grouped:
@@ -88,9 +89,9 @@ WRITTEN_BY_ACCELERATE: tuple[Written, ...] = (
 
 
 def _size(run: RunConfig, name: str) -> int | None:
-    """Return a size of a run: None for 1, which axolotl does not pass on.
+    """Return the size ``name`` of a run's mesh; None if it is 1, because axolotl ignores 1.
 
-    With a replica size alone, axolotl shards over the remaining ranks.
+    If only the replicate size is set, axolotl shards over the other factor of the ranks.
     """
     mesh, degrees = run.config.mesh, degrees_of(run)
     if not degrees and not mesh.is_grouped and mesh.has_replicas and mesh.shape == (mesh.replicate_degree, -1):
@@ -189,9 +190,9 @@ def _append(entries: _Replacements, given: Mapping[str, Any], place: str, key: s
 
 
 def _of_deepspeed(section: Section, run: RunConfig) -> list[MappingEdit]:
-    """Replace DeepSpeed's section by FSDP's; keys such as ``num_processes`` do not change.
+    """Replace DeepSpeed's section by one of FSDP. Other keys, such as ``num_processes``, do not change.
 
-    DeepSpeed's sequence parallelism is FSDP2's context parallelism.
+    DeepSpeed's sequence parallelism becomes context parallelism.
     """
     new: dict[str, Any] = {}
     for setting in settings_of(WRITTEN_BY_ACCELERATE, run):
@@ -204,7 +205,7 @@ def _of_deepspeed(section: Section, run: RunConfig) -> list[MappingEdit]:
 
 
 def _beside_of_trainer(given: Mapping[str, Any], config: EffectiveConfig, new: dict[str, Any]) -> _Replacements:
-    """Return the changes to a Trainer's arguments, and move the older ones into the new settings."""
+    """Return the changes of a Trainer's arguments. Arguments of earlier releases are moved to the new settings."""
     beside: _Replacements = {name: [] for name in OLD_SIBLINGS if name in given}
     for name in (name.removeprefix(PREFIX) for name in beside):
         if value := config[name]:
@@ -216,10 +217,10 @@ def _beside_of_trainer(given: Mapping[str, Any], config: EffectiveConfig, new: d
 
 
 def _beside_of_axolotl(given: Mapping[str, Any], *, is_whole: bool) -> _Replacements:
-    """Return FSDP2's version in the place of FSDP1's keys, the first of which is replaced.
+    """Return the changes of an axolotl file that write ``fsdp_version: 2`` at the position of the first FSDP1 key.
 
     Args:
-        is_whole: Whether no key in fsdp_config stays.
+        is_whole: Whether all keys in ``fsdp_config`` are removed.
     """
     old = [
         name
@@ -233,8 +234,10 @@ def _beside_of_axolotl(given: Mapping[str, Any], *, is_whole: bool) -> _Replacem
 
 
 def _new_settings(config: EffectiveConfig) -> dict[str, Any]:
-    """Return the settings with which FSDP2 does the same as FSDP1, which read them from other keys or had other
-    defaults; None for a key to remove."""
+    """Return the settings to add so FSDP2 behaves as FSDP1 did. None removes a key.
+
+    FSDP1 read some settings from other keys, or had other defaults.
+    """
     new: dict[str, Any] = {} if config.reader is X1 else {"version": 2}
     new["reshard_after_forward"] = config["reshard_after_forward"]
     key, policy = config.key_of("state_dict_type"), config["auto_wrap_policy"]
@@ -257,7 +260,10 @@ def _entries(new: Mapping[str, Any], config: EffectiveConfig) -> Settings:
 
 
 def _inside(section: Section, config: EffectiveConfig) -> dict[str, GivenKey]:
-    """Return the keys of ``fsdp_config``, or of a file that consists of them; keys that are not strings are left."""
+    """Return the keys in ``fsdp_config``, or in a file that is the content of one.
+
+    Keys that are not strings are omitted.
+    """
     above = "" if is_bare(section.given) else "fsdp_config."
     values = section.given if not above else section.given.get("fsdp_config")
     return {
@@ -271,7 +277,7 @@ def _inside(section: Section, config: EffectiveConfig) -> dict[str, GivenKey]:
 def _settings_edit(
     path: Path, inside: Mapping[str, GivenKey], new: Mapping[str, Any], config: EffectiveConfig, places: Iterable[str]
 ) -> MappingEdit:
-    """Return the edit of the mapping with the settings; axolotl's keys lose their prefix, which is deprecated."""
+    """Return the edit of the mapping of settings. Prefixes of axolotl's keys, which are deprecated, are removed."""
     entries = dict(_entries(new, config))
     replacements: _Replacements = {}
     for name, given in inside.items():
@@ -290,12 +296,13 @@ def _settings_edit(
 
 
 def _goes(given: GivenKey, new: Mapping[str, Any]) -> bool:
-    """Whether to remove the key: unused by FSDP2, in ``new``, or not read before but read with FSDP2's keys."""
+    """Return whether to remove a key: FSDP2 does not use it, ``new`` sets it, or FSDP1 ignored it but FSDP2 would
+    read it."""
     return given.row is None or given.row.name in (*_GONE, *new) or not given.is_read
 
 
 def _words(config: EffectiveConfig, strategy: ShardingStrategy, *, offloads: bool) -> str | list[str]:
-    """Return the options of ``fsdp`` with another strategy, as text or list as in the file."""
+    """Return the options of ``fsdp`` with another strategy, as a string or a list, as in the file."""
     is_on = {strategy.name.lower(): True, "offload": offloads, "auto_wrap": config["auto_wrap_policy"] != "NO_WRAP"}
     words = [word for word in is_on if is_on[word]]
     return words if isinstance(config.around["fsdp"], list) else " ".join(words)
@@ -306,7 +313,8 @@ def _words(config: EffectiveConfig, strategy: ShardingStrategy, *, offloads: boo
 
 
 def settings_in_place(config: EffectiveConfig, run: RunConfig) -> Iterator[Setting]:
-    """Yield a run's settings that a patch can change, as keys of a Trainer, or for FSDP1 of accelerate or axolotl."""
+    """Yield the settings of a run that ``apply_patch`` can change, as keys of a Trainer, or of accelerate or axolotl
+    with FSDP1."""
     reader, strategy = config.reader, config["sharding_strategy"]
     if strategy is not None:
         reshards = run.config.reshard_after_forward is not False
@@ -327,20 +335,20 @@ def settings_in_place(config: EffectiveConfig, run: RunConfig) -> Iterator[Setti
 
 
 def sizes_in_place(config: EffectiveConfig, run: RunConfig) -> Iterator[Setting]:
-    """Yield the sizes of a mesh that needs none, for an accelerate file that already sets some."""
+    """Yield the mesh sizes of an accelerate file that sets some, although the mesh requires none."""
     if config.reader is A2 and config.key_of("dp_shard_size") is not None and not degrees_of(run):
         yield Setting(key="dp_replicate_size", value=run.config.mesh.replicate_degree, fields=("mesh",))
         yield Setting(key="dp_shard_size", value=run.config.mesh.shard_degree, fields=("mesh",))
 
 
 def usual_place(row: Row, *, is_transformers: bool) -> str:
-    """Return the dotted path of a key, under transformers' names without prefix."""
+    """Return the dotted path at which a file has a key. For transformers, names have no prefix."""
     name = row.aliases[0] if row.aliases and is_transformers else row.name
     prefix = "" if is_transformers else PREFIXES[row.group]
     return name if row.group == BESIDE else f"{row.group}.{prefix}{name}"
 
 
 def _alike(strategy: ShardingStrategy, *, is_hybrid: bool, reshards: bool) -> ShardingStrategy:
-    """Return the strategy itself if it is of this kind, else the first of this kind."""
+    """Return the first strategy with these properties; ``strategy`` itself if it has them."""
     of_kind = (each for each in (strategy, *ShardingStrategy) if each.is_hybrid is is_hybrid)
     return next(each for each in of_kind if each.reshards_after_forward is reshards)

@@ -1,4 +1,4 @@
-"""The tables of ROLL: its keys, and the fields of a run that its files lose."""
+"""ROLL's table of keys, and the fields of a run that its files cannot express."""
 
 import ast
 from collections.abc import Mapping
@@ -61,7 +61,10 @@ class Worker(Effective):
 
 
 def count_of(devices: Any) -> int | None:
-    """Return the number of devices; of strings, which ROLL evaluates, only lists, ranges and their sums are parsed."""
+    """Return the number of devices in ``device_mapping``.
+
+    Of strings, which ROLL evaluates, lists, ranges and their sums are parsed.
+    """
     try:
         listed = _listed(ast.parse(devices.strip(), mode="eval").body) if isinstance(devices, str) else devices
         return len(listed) if isinstance(listed, list | tuple | range) else None
@@ -154,7 +157,7 @@ def _recomputed(disabled: bool, worker: Worker) -> ActivationCheckpointing:
 
 
 def tiles_of(run: RunConfig) -> tuple[int | None, str | None]:
-    """Return the number of pieces and the model_type of the MLPs; without a model_type ROLL tiles all known MLPs."""
+    """Return the number of chunks of tiled MLPs, and their ``model_type``. Without one, ROLL tiles all known MLPs."""
     classes = () if run.config.tiled_mlp is None else run.config.tiled_mlp.classes
     if not {*classes} <= {*MLPS.values()}:
         return None, None
@@ -163,7 +166,7 @@ def tiles_of(run: RunConfig) -> tuple[int | None, str | None]:
 
 
 def _tiling_of(worker: Worker) -> tuple[TiledMLP | None, int | None]:
-    """Return the tiled MLPs if ``model_type`` names their class, otherwise the number of pieces."""
+    """Return the tiled MLPs if ``model_type`` determines their class, else only the number of chunks."""
     chunks, cls = worker["tiled_num_shards"], MLPS.get(str(worker["model_type"]))
     if not (worker.is_training and worker.is_on("apply_tiled_mlp") and chunks > 1):
         return None, None
@@ -171,13 +174,14 @@ def _tiling_of(worker: Worker) -> tuple[TiledMLP | None, int | None]:
 
 
 def _prefixes(worker: Worker) -> list[str]:
-    """Return the prefixes that ROLL compares with parameter names: those of a list, or of a string split at commas."""
+    """Return the prefixes of frozen parameters: the items of a list, or of a string split at commas."""
     given = worker["model_args.freeze_module_prefix"]
     return [*map(str, given)] if isinstance(given, list) else [] if given is None else str(given or "").split(",")
 
 
 def _numbered(worker: Worker) -> str:
-    """Return the first prefix that ends with a digit, and is one of longer numbers, too."""
+    """Return the first prefix that ends with a digit, and so also matches longer numbers (``layers.1`` and
+    ``layers.10``)."""
     return next((each for each in _prefixes(worker) if each[-1:].isdigit()), "")
 
 

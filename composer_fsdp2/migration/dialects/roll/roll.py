@@ -1,4 +1,4 @@
-"""ROLL's dialect: reads a worker's part of a file into a run, and writes a run as such a part."""
+"""The dialect of ROLL: read the part of a file for one worker, and write a run as such a part."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -127,7 +127,7 @@ class RollDialect(Dialect):
 
 
 def _worker(section: Section) -> Worker:
-    """Return the worker of a section, with keys named as in the table; ``around``, the file, configures all workers."""
+    """Return the worker of a section, with keys named as in the table. A file configures several workers."""
     given: dict[str, Any] = {}
     around: Mapping[str, Any] = {}
     if "strategy_args" in section.path:

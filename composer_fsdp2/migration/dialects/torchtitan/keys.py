@@ -1,4 +1,4 @@
-"""The tables of TorchTitan: its keys, its models' units, and the fields of a run that its files lose."""
+"""TorchTitan's table of keys, the units of its models, and the fields of a run that its files cannot express."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,7 +30,7 @@ _ONE_MESH = "composer_fsdp2 shards over the data-parallel ranks only"
 
 
 def _belonging(only_with: str, *names: str, reason: str, outcome: Outcome = Outcome.UNSUPPORTED) -> tuple[Lens, ...]:
-    """Return rows of keys that are details of the feature ``only_with``, and have no effect without it."""
+    """Return rows of keys that are options of the feature ``only_with``, and have no effect without it."""
     return tuple(
         Lens(
             name=name,
@@ -69,7 +69,7 @@ _OWN_UNITS = {
 
 
 def units_of(values: Mapping[str, Any]) -> tuple[Wrap, str]:
-    """Return the units of the model that a file names, as the ``wrap`` of a run and as a text for reports."""
+    """Return the units of the model that a file names: as a ``Wrap``, and as text for reports."""
     return _OWN_UNITS.get(str(find_at(values, ("model", "name"))), (_USUAL_WRAP, _USUAL_UNITS))
 
 
@@ -78,13 +78,14 @@ def units_of(values: Mapping[str, Any]) -> tuple[Wrap, str]:
 
 
 def _mesh(shards: int, file: Effective) -> MeshSpec:
-    """Return the mesh: replicas of one rank each are TorchTitan's DDP; context-parallel ranks also shard parameters."""
+    """Return the mesh. Replicas of one rank each are TorchTitan's DDP. Context-parallel ranks also shard parameters."""
     replicas, context = (file[f"parallelism.{name}_degree"] for name in ("data_parallel_replicate", "context_parallel"))
     return MeshSpec.of_degrees(shards if shards == -1 else shards * context, replicas if replicas > 1 else None)
 
 
 def _shards(run: RunConfig) -> int | None:
-    """Return the shard degree; None for a grouped mesh, open replicas, or one that context parallelism divides not."""
+    """Return ``data_parallel_shard_degree`` for a run; None if the mesh has groups or unknown replicas, or CP does
+    not divide it."""
     mesh = run.config.mesh
     if mesh.is_grouped or mesh.replicate_degree == -1:
         return None
@@ -93,7 +94,7 @@ def _shards(run: RunConfig) -> int | None:
 
 
 def _context(run: RunConfig) -> int | None:
-    """Return the context-parallel degree; None if it is 1 or does not divide the shards."""
+    """Return the context parallel degree; None if it is 1, or does not divide the shard degree."""
     mesh = run.config.mesh
     is_odd = not mesh.is_grouped and mesh.shard_degree > 0 and mesh.shard_degree % run.context_parallel
     return None if is_odd else unless(1, run.context_parallel)

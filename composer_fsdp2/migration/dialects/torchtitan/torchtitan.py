@@ -1,4 +1,4 @@
-"""TorchTitan's dialect: reads a TOML file into a run, and writes a run as a TOML file."""
+"""The dialect of TorchTitan: read a TOML file into a run, and write a run as a TOML file."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -76,7 +76,7 @@ class TorchTitanDialect(Dialect):
     silent = (Section.at(("parallelism",), {"parallelism": {}}),)
 
     def find(self, path: Path, values: Mapping[str, Any], parent: Mapping[str, Any]) -> Path | None:
-        """Return the path of the file's one section: [parallelism], or else its first table of ``_TABLES``."""
+        """Return the path of the file's only section: [parallelism], or else its first table in ``_TABLES``."""
         if path or all(find_at(values, name.split(".")) is None for name in _OWN_KEYS):
             return None
         return next(((name,) for name in _TABLES if isinstance(values.get(name), Mapping)), None)
@@ -98,7 +98,10 @@ class TorchTitanDialect(Dialect):
         )
 
     def own_findings(self, reading: Reading, lost: Sequence[Loss]) -> tuple[Finding, ...]:
-        """``Dialect.own_findings``; an earlier release's key gets its v0.2.2 name (last release with TOML) as hint."""
+        """As ``Dialect.own_findings``.
+
+        A key of an earlier release gets its name in v0.2.2 (the last release with TOML) as hint.
+        """
         new = {key: row.name for key, row in reading.rows.items() if key not in (row.name, row.name.split(".", 1)[-1])}
         return tuple(
             replace(each, hint=f"v0.2.2, the last release that reads TOML, calls it {new[each.key]}")
@@ -116,7 +119,10 @@ class TorchTitanDialect(Dialect):
 
 
 def effective(section: Section) -> Effective:
-    """Return the section's keys, and known or misspelt keys of other tables; the rest does not concern sharding."""
+    """Return the keys of the section, and known or misspelt keys of other tables.
+
+    Further keys do not affect sharding.
+    """
     own, around = section.place, section.around
     given = {f"{own}.{key}": value for key, value in section.given.items()}
     for name in NAMES:
@@ -134,7 +140,7 @@ def effective(section: Section) -> Effective:
 
 
 def _short(section: Section, name: str) -> str:
-    """Return the name of a key in the report, without the section's table."""
+    """Return the name of a key for the report, without the section's table."""
     return name.removeprefix(f"{section.place}.")
 
 
