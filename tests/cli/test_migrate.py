@@ -376,7 +376,8 @@ BAD_INPUT: list[tuple[Sequence[str], str]] = [
     (["good.yaml", "--check", "--report", "no/where.md"], "no/where.md: No such file or directory"),
     (["good.yaml", "--to", "lightning"], "lightning"),
     (["good.yaml", "--diff", "--json"], "choose one of"),
-    (["good.yaml", "--check", "--write"], "--check writes nothing"),
+    (["good.yaml", "--check", "--write"], "--diff and --check write nothing"),
+    (["good.yaml", "--diff", "--write"], "--diff and --check write nothing"),
     (["good.yaml", "deep"], "several files"),
     (["", "--write"], "a name is empty"),  # `migrate "$FILE" --write` with FILE unset does not mean the current folder
     (["good.yaml", "-o", "-"], "without -o"),
@@ -454,6 +455,7 @@ def test_quiet_prints_what_needs_a_decision(folder: Path):
     assert done.code == 1 and done.out == "decide.yaml: a finding needs a decision\n"
     assert "did you mean sharding_strategy?" in done.err and "good" not in done.err
     assert run(folder, "good.yaml", "--check", "--quiet", "--all").code == 2
+    assert run(folder, "data.yaml", "--check", "--quiet", "--allow-unconfigured") == Ended(0, "", "")
 
 
 def test_a_folder_counts_the_reasons_by_which_runs_differ(folder: Path):
