@@ -99,9 +99,7 @@ class Migrate(Command):
     everything: Annotated[
         bool, typer.Option("--all", help="List exact findings too, and every finding of several files.")
     ] = False
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print only the report's errors and decisions.")
-    ] = False
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the report's errors and decisions.")] = False
     force: Annotated[bool, typer.Option("--force", help="Write also if findings need a decision.")] = False
     fail_on_change: Annotated[
         bool, typer.Option("--fail-on-change", help="Exit with 1 if a file would change or did.")

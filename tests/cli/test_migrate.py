@@ -270,6 +270,13 @@ def test_what_many_files_say_fits_on_a_screen(folder: Path):
     assert "301 files: 100 nothing to change, 201 to decide" in done.err
 
 
+def test_a_long_value_is_shortened_among_the_reasons(folder: Path):
+    """A list of all layers would fill screens."""
+    write(folder, {"list.yaml": f"fsdp_config:\n  sharding_stratgy: {list(range(1000))}\n"})
+    decisions = run(folder, "list.yaml", "good.yaml", "--check").out.partition("to decide:\n")[2]
+    assert "[0, 1, 2" in decisions and len(decisions.splitlines()[0]) < 300
+
+
 def test_a_bar_takes_nothing_from_the_output(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """A progress bar must not redirect the output: `migrate runs --diff > runs.patch` on a terminal would write an
     empty patch and show the diff on the screen."""

@@ -80,7 +80,7 @@ def test_three_runs_of_which_one_diverged_are_reported(options: Callable[..., Op
     assert "FSDP1 does not repeat" in (tmp_path / "report" / "report.md").read_text()
 
 
-def test_a_missing_package_is_an_error_before_the_runs(options: Callable[..., Options], monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_package_is_an_error(options: Callable[..., Options], monkeypatch: pytest.MonkeyPatch):
     """Python finds a folder llmfoundry of the current directory as a package without files."""
     it = options()
     for spec in (None, importlib.machinery.ModuleSpec("llmfoundry", None)):
