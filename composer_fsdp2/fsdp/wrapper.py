@@ -404,6 +404,8 @@ def _shard(made: list[FullyShardedDataParallel], plan: ShardingPlan, mesh: Devic
         register_unit_class(cls)
     present = () if mesh is None else (mesh, parent_mesh(mesh))
     initializers = initializers_of(root, {each: each._fsdp_param_init_fn for each in made})
+    for instance in _earlier(made):
+        instance.reshard()  # unsharded after a forward without backward
     run = execute_plan(root, plan, initializers, existing_meshes=present)
     for name in names:
         parameter_at(root, name)._fsdp_flattened = True  # type: ignore[attr-defined]
