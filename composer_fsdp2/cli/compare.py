@@ -21,7 +21,7 @@ class Compare(Command):
     """Train an unchanged file on FSDP1, on FSDP2 and on FSDP1 again, and decide whether the runs are the same.
 
     Compares data, losses, gradient norms before clipping, parameters and optimizer state; the second FSDP1 run measures
-    the run's own noise. Only the report is written: no checkpoints, no logs.
+    the run's own noise. The runs save no checkpoints and log to no services; only -o writes files.
 
     Exit code:
 

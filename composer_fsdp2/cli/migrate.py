@@ -57,7 +57,7 @@ class Migrate(Command):
     1: a finding needs a decision or is unsupported (without --force nothing is written); with --fail-on-change also if
     a file would change.
 
-    2: a file cannot be read, or an option is wrong.
+    2: a file cannot be read, a named one has no sharding section, or an option is wrong.
     """
 
     names: Annotated[
@@ -99,9 +99,7 @@ class Migrate(Command):
     everything: Annotated[
         bool, typer.Option("--all", help="List exact findings too, and every finding of several files.")
     ] = False
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print only errors and findings that need a decision.")
-    ] = False
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the report's errors and decisions.")] = False
     force: Annotated[bool, typer.Option("--force", help="Write also if findings need a decision.")] = False
     fail_on_change: Annotated[
         bool, typer.Option("--fail-on-change", help="Exit with 1 if a file would change or did.")
@@ -133,10 +131,10 @@ class Migrate(Command):
         if (
             (self.diff and (self.check or self.as_json))
             or (self.write and self.output is not None)
-            or (self.check and self.writes)
+            or ((self.check or self.diff) and self.writes)
         ):
             raise typer.BadParameter(
-                "choose one of --diff, --check and --json, and one of --write and -o; --check writes nothing"
+                "choose one of --diff, --check and --json, and one of --write and -o; --diff and --check write nothing"
             )
         if self.quiet and self.everything:
             raise typer.BadParameter("choose one of --quiet and --all")
@@ -284,7 +282,7 @@ def _notes(report: Report, options: Migrate) -> Iterator[str]:
     """
     is_one = len(report.results) == 1
     for result in report.results:
-        if result.is_skipped and (is_one or result.is_foreign):
+        if result.is_skipped and (result.is_foreign or (is_one and not options.quiet)):
             yield f"{result.path}: {result.done}" if is_one else result.done
     if (options.quiet or (options.show is Show.DIFF and not is_one)) and (decisions := report.decisions()):
         yield decisions

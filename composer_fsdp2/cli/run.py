@@ -37,7 +37,8 @@ class Run(Command):
         from composer_fsdp2.compat.scripts import run_file, run_module
         from composer_fsdp2.fsdp.installing import install_fsdp
 
-        has_composer = importlib.util.find_spec("composer") is not None
+        spec = importlib.util.find_spec("composer")
+        has_composer = spec is not None and spec.origin is not None  # without origin: a folder of that name
         composer = fsdp2(show_units=self.show_units) if has_composer else contextlib.nullcontext()
         with composer, install_fsdp(show_units=self.show_units):
             if self.script == "-m":

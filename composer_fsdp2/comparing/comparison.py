@@ -91,7 +91,8 @@ def _write(outcome: Outcome, folder: Path) -> None:
 def _check(options: Options, output: Path | None) -> None:
     problems = []
     package, extra = ("llmfoundry", "foundry") if options.is_yaml else ("composer", "composer")
-    if importlib.util.find_spec(package) is None:
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:  # without origin: a folder of that name
         problems.append(f"{options.file}: {package} is not installed: pip install 'composer-fsdp2[{extra}]'")
     if options.is_yaml:
         problems += [f"{each}: a YAML takes key=value" for each in options.arguments if "=" not in each]

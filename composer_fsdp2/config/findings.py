@@ -115,12 +115,19 @@ def format_findings(findings: Iterable[Finding], *, hidden: Container[Outcome] =
     width, longest = text_width(110), text_width(sys.maxsize)
     for given, finding in rows:
         row = f"  {given:<{first}}  {finding.outcome.value:<{second}}  {finding.target or '-'}"
-        lines.extend([row] if len(row) <= longest else textwrap.wrap(row, longest, subsequent_indent=" " * 6))
+        lines.extend([row] if len(row) <= longest else _wrapped(row, longest))
         note = finding.reason + (f" ({finding.hint})" if finding.hint else "")
         lines.extend(textwrap.wrap(note, width, initial_indent="      ", subsequent_indent="      "))
     counts = Counter(finding.outcome for finding in ordered if finding.outcome in hidden)
     counted = ", ".join(f"{counts[outcome]} {outcome.value}" for outcome in _URGENCY if counts[outcome])
     return "\n".join([*lines, *([f"  {counted} (--all lists them)"] if counted else [])])
+
+
+def _wrapped(row: str, width: int) -> list[str]:
+    """The lines of a row; ``needs decision`` stays on one line."""
+    joined = row.replace("needs decision", "needs\xa0decision")
+    lines = textwrap.wrap(joined, width, subsequent_indent=" " * 6)
+    return [line.replace("needs\xa0decision", "needs decision") for line in lines]
 
 
 def _short(value: object) -> str:

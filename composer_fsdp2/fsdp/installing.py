@@ -28,12 +28,12 @@ class InstalledFSDP:
 
     def __init__(self, *, show_units: bool) -> None:
         note_optimizers()
-        self._showed_units = shows_units.get()
-        shows_units.set(self._showed_units or show_units)
+        self._shows_units = show_units
         if not _active:
             _imported.update(sys.modules)
             _rebound.extend(_rebind(_CLASSES))
         _active.append(self)
+        _update_shows_units()
 
     def uninstall(self) -> None:
         """Restore torch's classes, also in modules imported after ``install_fsdp``. Existing models are not changed.
@@ -43,7 +43,7 @@ class InstalledFSDP:
         if self not in _active:
             return
         _active.remove(self)
-        shows_units.set(self._showed_units)
+        _update_shows_units()
         if _active:
             return
         back = {ours: theirs for theirs, ours in _CLASSES.items()}
@@ -71,7 +71,8 @@ def install_fsdp(*, show_units: bool = False) -> InstalledFSDP:
     install_fsdp():``. Modules imported later also import the replacements. Does not communicate.
 
     Args:
-        show_units: At the first forward, rank 0 prints the name of each unit. False prints only the number of units.
+        show_units: For models wrapped while it is active, rank 0 prints the name of each unit at the first forward. False
+            prints only the number of units.
 
     Example:
         >>> with install_fsdp():
@@ -80,6 +81,10 @@ def install_fsdp(*, show_units: bool = False) -> InstalledFSDP:
         'composer_fsdp2.fsdp.wrapper'
     """
     return InstalledFSDP(show_units=show_units)
+
+
+def _update_shows_units() -> None:
+    shows_units.set(any(each._shows_units for each in _active))
 
 
 def active_fsdp_class() -> type:

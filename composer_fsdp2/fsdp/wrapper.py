@@ -49,7 +49,7 @@ from composer_fsdp2.fsdp.planning import initializers_of, plan_instances
 from composer_fsdp2.fsdp1.state_dicts import FULL, STATIC_METHODS, rekey_optim_state_dict, set_state_dict_type
 from composer_fsdp2.parallel.order import execute_plan
 from composer_fsdp2.sharding.agree import agree, require_process_group
-from composer_fsdp2.sharding.confirmation import confirm, summary_line
+from composer_fsdp2.sharding.confirmation import confirm, shows_units, summary_line
 from composer_fsdp2.sharding.modules import parameter_at
 from composer_fsdp2.sharding.plan import ShardingPlan
 from composer_fsdp2.training.clipping import clip_grad_norm_
@@ -411,6 +411,8 @@ def _shard(made: list[FullyShardedDataParallel], plan: ShardingPlan, mesh: Devic
         register_unit_class(cls)
     present = () if mesh is None else (mesh, parent_mesh(mesh))
     initializers = initializers_of(root, {each: each._fsdp_param_init_fn for each in made})
+    for instance in _earlier(made):
+        instance.reshard()  # unsharded after a forward without backward
     run = execute_plan(root, plan, initializers, existing_meshes=present)
     for name in names:
         parameter_at(root, name)._fsdp_flattened = True  # type: ignore[attr-defined]
@@ -439,13 +441,13 @@ def _shard(made: list[FullyShardedDataParallel], plan: ShardingPlan, mesh: Devic
         instance.register_load_state_dict_post_hook(_clean_keys)
         set_state_dict_type(instance, FULL)
     # Only now: scripts that wrap by hand wrap the units before the root.
-    hooks_of(root).before_first_forward = functools.partial(_confirm, root, plan)
+    hooks_of(root).before_first_forward = functools.partial(_confirm, root, plan, shows_units.get())
 
 
-def _confirm(root: FullyShardedDataParallel, plan: ShardingPlan) -> None:
-    units = {name: each for name, each in root.named_modules() if isinstance(each, FullyShardedDataParallel)}
+def _confirm(root: FullyShardedDataParallel, plan: ShardingPlan, lists_units: bool) -> None:
+    units = [name for name, each in root.named_modules() if isinstance(each, FullyShardedDataParallel)]
     summary = summary_line(len(units), plan.mesh.size, plan.strategy)
-    confirm(summary, (f"  {name.replace(_PREFIX, '') or 'root'}" for name in units))
+    confirm(summary, (f"  {without_wrappers(name) or 'root'}" for name in units if lists_units))
 
 
 def _remove_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:

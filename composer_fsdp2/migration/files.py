@@ -431,7 +431,7 @@ def _write_in_place(migration: Migration, content: bytes, file: Path) -> str:
     except ConfigError:
         backup.unlink()
         raise
-    return f"written; {backup.name} is what was there"
+    return f"written; the original is {backup.name}"
 
 
 def _free_name(file: Path) -> Path:

@@ -16,6 +16,6 @@ def summary_line(num_units: int, num_ranks: int, strategy: str) -> str:
 
 
 def confirm(summary: str, units: Iterable[object]) -> None:
-    """Print the summary to standard error on rank 0, and the units if ``shows_units`` is set."""
+    """Print the summary, and the units below it, to standard error of rank 0."""
     if dist.get_rank() == 0:
-        print(f"composer_fsdp2: {summary}", *(units if shows_units.get() else ()), sep="\n", file=sys.stderr)
+        print(f"composer_fsdp2: {summary}", *units, sep="\n", file=sys.stderr)

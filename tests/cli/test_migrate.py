@@ -270,6 +270,13 @@ def test_what_many_files_say_fits_on_a_screen(folder: Path):
     assert "301 files: 100 nothing to change, 201 to decide" in done.err
 
 
+def test_a_long_value_is_shortened_among_the_reasons(folder: Path):
+    """A list of all layers would fill screens."""
+    write(folder, {"list.yaml": f"fsdp_config:\n  sharding_stratgy: {list(range(1000))}\n"})
+    decisions = run(folder, "list.yaml", "good.yaml", "--check").out.partition("to decide:\n")[2]
+    assert "[0, 1, 2" in decisions and len(decisions.splitlines()[0]) < 300
+
+
 def test_a_bar_takes_nothing_from_the_output(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """A progress bar must not redirect the output: `migrate runs --diff > runs.patch` on a terminal would write an
     empty patch and show the diff on the screen."""
@@ -376,7 +383,8 @@ BAD_INPUT: list[tuple[Sequence[str], str]] = [
     (["good.yaml", "--check", "--report", "no/where.md"], "no/where.md: No such file or directory"),
     (["good.yaml", "--to", "lightning"], "lightning"),
     (["good.yaml", "--diff", "--json"], "choose one of"),
-    (["good.yaml", "--check", "--write"], "--check writes nothing"),
+    (["good.yaml", "--check", "--write"], "--diff and --check write nothing"),
+    (["good.yaml", "--diff", "--write"], "--diff and --check write nothing"),
     (["good.yaml", "deep"], "several files"),
     (["", "--write"], "a name is empty"),  # `migrate "$FILE" --write` with FILE unset does not mean the current folder
     (["good.yaml", "-o", "-"], "without -o"),
@@ -454,6 +462,7 @@ def test_quiet_prints_what_needs_a_decision(folder: Path):
     assert done.code == 1 and done.out == "decide.yaml: a finding needs a decision\n"
     assert "did you mean sharding_strategy?" in done.err and "good" not in done.err
     assert run(folder, "good.yaml", "--check", "--quiet", "--all").code == 2
+    assert run(folder, "data.yaml", "--check", "--quiet", "--allow-unconfigured") == Ended(0, "", "")
 
 
 def test_a_folder_counts_the_reasons_by_which_runs_differ(folder: Path):

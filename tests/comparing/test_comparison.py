@@ -6,6 +6,8 @@ The ranks are a stand-in that returns synthetic records; tests/compat/test_compa
 from __future__ import annotations
 
 import hashlib
+import importlib.machinery
+import importlib.util
 import io
 import json
 import math
@@ -76,6 +78,15 @@ def test_three_runs_of_which_one_diverged_are_reported(options: Callable[..., Op
     assert len(report["runs"]) == 3 and "FSDP1 does not repeat" in report["causes"][0]
     assert report["runs"][2]["batches"][1]["loss"] is None
     assert "FSDP1 does not repeat" in (tmp_path / "report" / "report.md").read_text()
+
+
+def test_a_missing_package_is_an_error(options: Callable[..., Options], monkeypatch: pytest.MonkeyPatch):
+    """Python finds a folder llmfoundry of the current directory as a package without files."""
+    it = options()
+    for spec in (None, importlib.machinery.ModuleSpec("llmfoundry", None)):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, spec=spec: spec)
+        with pytest.raises(ConfigError, match=r"llmfoundry is not installed: pip install 'composer-fsdp2\[foundry\]'"):
+            compare(it, None, quiet)
 
 
 class Terminal(io.StringIO):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -17,12 +18,15 @@ import torch.distributed.fsdp as torch_fsdp
 from fsdp.training import Run, build, make_optimizer, step, wrapped
 from support.comparing import assert_same
 from support.on_ranks import on_ranks
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
     set_state_dict,
 )
 from torch.distributed.fsdp import fully_sharded_data_parallel, sharded_grad_scaler
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from composer_fsdp2 import fsdp, install_fsdp
 from composer_fsdp2._torch.private_names import FSDP1Wrapper
@@ -187,3 +191,40 @@ def test_the_units_are_printed_where_the_user_wants_them():
         step(model, make_optimizer(model), RUN, 0)
     lines = text.getvalue().splitlines()
     assert not lines if dist.get_rank() else ("  root" in lines and "  blocks.0" in lines), lines
+
+
+def shown_units(model: Any) -> list[str]:
+    text = io.StringIO()
+    with contextlib.redirect_stderr(text):
+        model(torch.zeros(1, 4))
+    return text.getvalue().splitlines()[1:]
+
+
+@on_ranks(2)
+def test_units_are_those_of_models_wrapped_under_show_units():
+    """A function that installs, wraps and returns a model printed nothing; installs undone in another order printed the
+    units of all later models."""
+
+    def make() -> Any:
+        return torch_fsdp.FullyShardedDataParallel(checkpoint_wrapper(nn.Linear(4, 4)), device_id=torch.device("cpu"))
+
+    first, second = install_fsdp(show_units=True), install_fsdp()
+    wrapped_under_it = make()
+    first.uninstall()
+    wrapped_after_it = make()
+    second.uninstall()
+    with install_fsdp():
+        later = make()
+    shown = [shown_units(model) for model in (wrapped_under_it, wrapped_after_it, later)]
+    assert shown == ([[], [], []] if dist.get_rank() else [["  root"], [], []])
+
+
+@on_ranks(2)
+def test_shown_units_have_the_names_of_the_unwrapped_model():
+    text = io.StringIO()
+    with contextlib.redirect_stderr(text), install_fsdp(show_units=True):
+        net = nn.Sequential(checkpoint_wrapper(nn.Linear(4, 4)))
+        model = torch_fsdp.FullyShardedDataParallel(net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+        model(torch.zeros(1, 4))
+    lines = text.getvalue().splitlines()
+    assert lines[-2:] == ["  root", "  0"] or dist.get_rank(), lines

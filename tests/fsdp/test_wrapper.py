@@ -58,6 +58,26 @@ def test_rank_0_prints_one_line_at_the_first_forward():
 
 
 @on_ranks(2)
+def test_an_instance_that_ran_a_forward_may_be_wrapped():
+    """A script that tries a block out before it wraps the model got an error that asks for a bug report."""
+    losses = []
+    for tries_it in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(FSDP(nn.Linear(4, 4), **CPU), nn.Linear(4, 4))
+        if tries_it:
+            net[0](torch.ones(1, 4))
+        model = FSDP(net, **CPU)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            loss = model(torch.ones(1, 4)).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
+
+
+@on_ranks(2)
 def test_names_and_modules_are_those_of_fsdp1():
     """Scripts find parameters by these names and unwrap modules through these attributes."""
     found, expected = wrap(Decoder(tied=True)), wrap(Decoder(tied=True), FSDP1)

@@ -29,6 +29,15 @@ def test_reports_fit_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch)
     assert text_width(110) == 110
 
 
+def test_an_outcome_is_not_broken_in_two(monkeypatch: pytest.MonkeyPatch):
+    """It would be hard to find, and not in colour."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for columns in range(40, 90):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        report = str(migrate_text("fsdp_config: {sharding_stratgy: NO_SHARD}\n", "run.yaml"))
+        assert "needs decision" in report, report
+
+
 def test_a_report_in_a_file_is_not_wrapped(monkeypatch: pytest.MonkeyPatch):
     """`migrate --check > report.txt` on a terminal, where standard error still is one."""
     piped = longest()
