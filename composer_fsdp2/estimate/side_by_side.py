@@ -195,7 +195,8 @@ def _differing(step: PlannedStep, other: PlannedStep) -> dict[str, list[Any]]:
 
 def _settings(step: PlannedStep) -> dict[str, Any]:
     run = {key: value for key, value in step.to_json()["run"].items() if key not in ("source", "parameters", "digest")}
-    return run | _flat("", plain(step.plan.config))
+    config = _flat("", plain(step.plan.config))
+    return run | {name: value for name, value in config.items() if name != "mesh.axes"}  # run has the mesh as text
 
 
 def _flat(prefix: str, value: Any) -> dict[str, Any]:

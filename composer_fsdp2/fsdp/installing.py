@@ -71,8 +71,8 @@ def install_fsdp(*, show_units: bool = False) -> InstalledFSDP:
     install_fsdp():``. Modules imported later also import the replacements. Does not communicate.
 
     Args:
-        show_units: For models wrapped while it is active, rank 0 prints the name of each unit at the first forward. False
-            prints only the number of units.
+        show_units: For models wrapped while it is active, rank 0 prints the name of each unit at the first forward.
+            False prints only the number of units.
 
     Example:
         >>> with install_fsdp():
