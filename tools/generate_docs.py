@@ -45,7 +45,7 @@ def values_table(dialect: str) -> Iterator[str]:
     """The values whose outcome differs from their key's, except ``UNNEEDED`` ones."""
     yield from _table("key", "value", "under FSDP2", "FSDP2 target")
     for each in all_keys(dialect):
-        for fate in each.fates:
+        for fate in each.value_outcomes:
             found = fate.finding
             if found.outcome not in (each.row.outcome, Outcome.UNNEEDED):
                 readers = f" ({'; '.join(fate.readers)})" if fate.readers != each.read_by else ""

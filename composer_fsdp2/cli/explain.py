@@ -28,7 +28,7 @@ class Explain(Command):
         str | None,
         typer.Argument(
             metavar="KEY|VALUE",
-            autocompletion=explaining.beginning_with,
+            autocompletion=explaining.names_with_prefix,
             help="As in a file: KEY, PATH.KEY, a VALUE such as HYBRID_SHARD, or KEY=VALUE.",
         ),
     ] = None

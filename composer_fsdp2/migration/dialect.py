@@ -93,17 +93,17 @@ class Setting:
     value: Any
     fields: tuple[str, ...] = ()
 
-    def place_in(self, keys: Mapping[str, Row]) -> str | None:
+    def matching_key(self, keys: Mapping[str, Row]) -> str | None:
         """Return the first key whose main (first) field matches this setting's, else one whose main field is of the
         same kind, else None.
         """
         first, kind = self.fields[:1], [kind_of(name) for name in self.fields[:1]]
-        same = (key for key, row in keys.items() if meets(first, decides(row)[:1]))
+        same = (key for key, row in keys.items() if overlaps(first, decides(row)[:1]))
         alike = (key for key, row in keys.items() if kind == [kind_of(name) for name in decides(row)[:1]])
         return next(chain(same, alike), None)
 
 
-def meets(some: Iterable[str], others: Sequence[str]) -> bool:
+def overlaps(some: Iterable[str], others: Sequence[str]) -> bool:
     """Return whether a field of one sequence equals a field of the other, or is nested in it."""
     return any(covers(others, each) or any(covers((each,), other) for other in others) for each in some)
 
@@ -294,8 +294,8 @@ class Dialect:
         Args:
             lost: The losses of the new text; empty if the text is unchanged.
         """
-        told = (finding for finding in reading.findings if finding.origin is Origin.KEY)
-        kept = (self._as_before(finding, reading.rows.get(finding.key)) for finding in told)
+        findings = (finding for finding in reading.findings if finding.origin is Origin.KEY)
+        kept = (self._as_before(finding, reading.rows.get(finding.key)) for finding in findings)
         return (*kept, *(each.finding for each in lost))
 
     def _as_before(self, finding: Finding, row: Row | None) -> Finding:
@@ -375,7 +375,7 @@ def implicit(name: str, outcome: Outcome, reason: str, hint: str = "", *, value:
 
 
 def with_losses(
-    told: Sequence[Finding], found: Sequence[Loss], reading: Reading, target: Dialect
+    findings: Sequence[Finding], target_losses: Sequence[Loss], reading: Reading, target: Dialect
 ) -> tuple[tuple[Finding, ...], list[Finding]]:
     """Merge the target's losses into the findings of the keys that decide the lost fields.
 
@@ -383,40 +383,44 @@ def with_losses(
         The findings of the section, and those of losses that are not merged into the finding of a key.
     """
     rows = {
-        each.key: row for each in told if (row := reading.rows.get(each.key)) and decides(row) and _is_usual(each, row)
+        each.key: row
+        for each in findings
+        if (row := reading.rows.get(each.key)) and decides(row) and _depends_on_target(each, row)
     }
-    alone = {key: row for key, row in rows.items() if len(set(map(kind_of, decides(row)))) == 1}
+    of_one_kind = {key: row for key, row in rows.items() if len(set(map(kind_of, decides(row)))) == 1}
     # Options of features that another key enables come last.
-    keys = sorted(alone, key=lambda key: bool(alone[key].only_with))
+    keys = sorted(of_one_kind, key=lambda key: bool(of_one_kind[key].only_with))
     owners: dict[str, Loss] = {}
-    for loss in sorted(found, key=lambda each: not each.finding.outcome.blocks):
-        owner = _owner(loss, {key: alone[key] for key in keys})
+    for loss in sorted(target_losses, key=lambda each: not each.finding.outcome.blocks):
+        owner = _owner(loss, {key: of_one_kind[key] for key in keys})
         if owner is not None:
             owners.setdefault(owner, loss)
-    settled = [_settled(each, rows[each.key], found, owners) if each.key in rows else each for each in told]
-    by_name = {row.name: finding for finding in settled if (row := reading.rows.get(finding.key)) is not None}
+    updated = [
+        _with_loss(each, rows[each.key], target_losses, owners) if each.key in rows else each for each in findings
+    ]
+    by_name = {row.name: finding for finding in updated if (row := reading.rows.get(finding.key)) is not None}
     details = tuple(
         each if each.key in owners else _as_detail(each, reading.rows.get(each.key), by_name, target)
-        for each in settled
+        for each in updated
     )
-    return details, [each.finding for each in found if each not in owners.values()]
+    return details, [each.finding for each in target_losses if each not in owners.values()]
 
 
-def _owner(loss: Loss, alone: Mapping[str, Row]) -> str | None:
+def _owner(loss: Loss, rows: Mapping[str, Row]) -> str | None:
     """Return the key that decides only the first field of a loss, else one with that main field, else any match."""
     first = loss.fields[:1]
-    exact = (key for key, row in alone.items() if decides(row) == first)
-    main = (key for key, row in alone.items() if meets(first, decides(row)[:1]))
-    any_ = (key for key, row in alone.items() if meets(loss.fields, decides(row)))
+    exact = (key for key, row in rows.items() if decides(row) == first)
+    main = (key for key, row in rows.items() if overlaps(first, decides(row)[:1]))
+    any_ = (key for key, row in rows.items() if overlaps(loss.fields, decides(row)))
     return next(chain(exact, main, any_), None)
 
 
-def _is_usual(finding: Finding, row: Row) -> bool:
+def _depends_on_target(finding: Finding, row: Row) -> bool:
     """Return whether a key has an effect, and its outcome depends on the target and not on its value."""
     return finding.asks and (not finding.outcome.blocks or finding.outcome is row.outcome)
 
 
-def _settled(finding: Finding, row: Row, found: Sequence[Loss], owners: Mapping[str, Loss]) -> Finding:
+def _with_loss(finding: Finding, row: Row, target_losses: Sequence[Loss], owners: Mapping[str, Loss]) -> Finding:
     """Return the finding of a key with the loss that it owns, or with a note of the losses that others report.
 
     Args:
@@ -428,8 +432,8 @@ def _settled(finding: Finding, row: Row, found: Sequence[Loss], owners: Mapping[
         return replace(finding, outcome=loss.outcome, target=loss.target, reason=loss.reason, hint=hint)
     others = [
         next((key for key, each in owners.items() if each is loss), loss.finding.name)
-        for loss in found
-        if meets((*loss.fields, *loss.covered), decides(row))
+        for loss in target_losses
+        if overlaps((*loss.fields, *loss.covered), decides(row))
     ]
     if others and finding.outcome is Outcome.EXACT:
         hint = "; ".join(filter(None, (finding.hint, f"see {', '.join(dict.fromkeys(others))}")))
@@ -473,7 +477,7 @@ def splice(
     }
     additions: list[tuple[str, Any]] = []
     for setting in settings:
-        key = setting.place_in(named)
+        key = setting.matching_key(named)
         place = additions if key is None else replacements[key.removeprefix(prefix).split(".")[0]]
         place.append((setting.key, setting.value))
     return replacements, additions

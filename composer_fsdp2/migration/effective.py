@@ -88,7 +88,7 @@ class Effective:
             else:
                 yield self.finding(row, name_of(key), value)
         for row in self.table:
-            if row.is_told and not self.is_given(row) and self.is_read(row):
+            if row.reports_default and not self.is_given(row) and self.is_read(row):
                 yield replace(self.finding(row, row.name, row.default), origin=Origin.IMPLICIT)
 
     def fields(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ SCHEMA = Path(__file__).with_name("explain.schema.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fate:
+class ValueOutcome:
     """Outcome of one value of a key.
 
     Args:
@@ -37,9 +37,9 @@ class Fate:
     readers: tuple[str, ...]
 
     def to_json(self) -> dict[str, object]:
-        told = self.finding.to_json()
+        finding = self.finding.to_json()
         names = ("outcome", "target", "reason", "hint")
-        return {"value": plain(self.value), "readers": list(self.readers), **{name: told[name] for name in names}}
+        return {"value": plain(self.value), "readers": list(self.readers), **{name: finding[name] for name in names}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Explanation:
 
     dialect: Dialect
     row: Row
-    fates: tuple[Fate, ...] = ()
+    value_outcomes: tuple[ValueOutcome, ...] = ()
     word: str = ""
 
     @property
@@ -93,14 +93,14 @@ class Explanation:
             "target": row.target,
             "reason": row.reason,
             "hint": row.hint,
-            "values": [fate.to_json() for fate in self.fates],
+            "values": [outcome.to_json() for outcome in self.value_outcomes],
         }
 
     def __str__(self) -> str:
         first, *others = self.places
         row, dialect = self.row, self.dialect
         instead = [("instead", f"{way} ({reader})") for reader, way in dialect.instead(row).items()]
-        values = [("value", self._fate_text(each)) for each in self.fates]
+        values = [("value", self._outcome_text(each)) for each in self.value_outcomes]
         common = [("read by", "; ".join(self.read_by)), ("with", row.only_with), ("meant", row.meaning)]
         of_key = [
             ("or", ", ".join(others)),
@@ -120,12 +120,12 @@ class Explanation:
             lines += textwrap.wrap(text, text_width(110), initial_indent=f"  {name:<9}", subsequent_indent=" " * 11)
         return "\n".join(lines)
 
-    def _fate_text(self, fate: Fate) -> str:
-        found = fate.finding
-        under = "" if fate.readers == self.read_by else f" [{'; '.join(fate.readers)}]"
+    def _outcome_text(self, outcome: ValueOutcome) -> str:
+        found = outcome.finding
+        under = "" if outcome.readers == self.read_by else f" [{'; '.join(outcome.readers)}]"
         target = f"{found.outcome.value}, {found.target}" if found.target else found.outcome.value
         hint = f" ({found.hint})" if found.hint else ""
-        return f"{value_text(fate.value)}{under}: {target}: {found.reason}{hint}"
+        return f"{value_text(outcome.value)}{under}: {target}: {found.reason}{hint}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,25 +179,28 @@ def explain(asked: str, *, dialect: str | None = None) -> list[Explanation]:
         The explanations; empty if no dialect has a match (see ``nearest``).
     """
     written, name, value = _key_and_value(asked)
-    depths = [(of, row, _depth(of, row, name)) for of, row in _rows(dialect)]
+    depths = [(of, row, _num_shared_parts(of, row, name)) for of, row in _rows(dialect)]
     least = 2 if any(depth > 1 for *_, depth in depths) else 1  # a path beats a last name, which may be ambiguous
     found = [(of, row) for of, row, depth in depths if depth >= least]
     if value is not None:
         values = ((of, row, _read(value, row, name.rpartition(".")[2])) for of, row in found)
-        return [Explanation(dialect=of, row=row, fates=_fates(of, row, [each])) for of, row, each in values]
-    of_keys = (Explanation(dialect=of, row=row, fates=_telling(of, row)) for of, row in found)
-    return [*of_keys, *_taking(written, dialect)]
+        return [
+            Explanation(dialect=of, row=row, value_outcomes=_value_outcomes(of, row, [each]))
+            for of, row, each in values
+        ]
+    of_keys = (Explanation(dialect=of, row=row, value_outcomes=_distinct_outcomes(of, row)) for of, row in found)
+    return [*of_keys, *_rows_taking(written, dialect)]
 
 
-def _taking(word: str, dialect: str | None) -> Iterator[Explanation]:
+def _rows_taking(word: str, dialect: str | None) -> Iterator[Explanation]:
     """Yield the rows that take the text as a value, with its outcome there; a number alone is too ambiguous."""
     for of, row in _rows(dialect) if any(map(str.isalpha, word)) else ():
-        if values := _values_of(of, row, word):
+        if values := _matching_values(of, row, word):
             shown = next((value for value in values if isinstance(value, str)), word)
-            yield Explanation(dialect=of, row=row, fates=_fates(of, row, values), word=shown)
+            yield Explanation(dialect=of, row=row, value_outcomes=_value_outcomes(of, row, values), word=shown)
 
 
-def _values_of(dialect: Dialect, row: Row, word: str) -> list[Any]:
+def _matching_values(dialect: Dialect, row: Row, word: str) -> list[Any]:
     """Return the text as values of the row or of its nested keys, in a letter case that the row accepts."""
     texts = ((value, value.values() if isinstance(value, Mapping) else (value,)) for value in dialect.values(row))
     own = [
@@ -205,26 +208,26 @@ def _values_of(dialect: Dialect, row: Row, word: str) -> list[Any]:
     ]
     if not own and any(isinstance(choice, bool) for choice in row.takes.choices):
         return []  # "on" and "off" do not identify a Boolean key
-    if _is_word_of(dialect, row, word):
+    if _accepts_specifically(dialect, row, word):
         return [word]
-    return own[:1] or [{part: word} for part in row.nested if _is_word_of(dialect, row, word, part)]
+    return own[:1] or [{part: word} for part in row.nested if _accepts_specifically(dialect, row, word, part)]
 
 
-def _is_word_of(dialect: Dialect, row: Row, word: str, part: str = "") -> bool:
+def _accepts_specifically(dialect: Dialect, row: Row, word: str, part: str = "") -> bool:
     """Return whether the row, or its nested key ``part``, accepts this text specifically, rather than any text."""
-    asked, *others = ({part: each} if part else each for each in (word, *_NO_WORDS))
+    asked, *others = ({part: each} if part else each for each in (word, *_UNKNOWN_TEXTS))
     return any(
         row.takes.fits(asked, reader) and not any(row.takes.fits(other, reader) for other in others)
         for reader in dialect.readers or (None,)
     )
 
 
-_NO_WORDS = ("no-word-of-any-system", "NoWordOfAnySystem")  # the second looks like a class name
+_UNKNOWN_TEXTS = ("no-word-of-any-system", "NoWordOfAnySystem")  # the second looks like a class name
 
 
 def all_keys(dialect: str | None = None) -> list[Explanation]:
     """Return an explanation of every row, in all dialects or in one."""
-    return [Explanation(dialect=of, row=row, fates=_telling(of, row)) for of, row in _rows(dialect)]
+    return [Explanation(dialect=of, row=row, value_outcomes=_distinct_outcomes(of, row)) for of, row in _rows(dialect)]
 
 
 def nearest(asked: str, *, dialect: str | None = None) -> dict[str, list[str]]:
@@ -232,34 +235,34 @@ def nearest(asked: str, *, dialect: str | None = None) -> dict[str, list[str]]:
     written, name, value = _key_and_value(asked)
     near: dict[str, list[str]] = {}
     for of in _dialects(dialect):
-        keys, words = _keys(of), {} if value is not None else _words(of)
+        keys, texts = _keys(of), {} if value is not None else _text_values(of)
         spelled = dict.fromkeys((name, name.rpartition(".")[2]))
         matches = dict.fromkeys(keys[match] for each in spelled for match in nearest_names(each, keys, 3))
         # Values are many: with the default likeness, one of them would often match before the intended key.
-        of_words = [words[match] for match in nearest_names(written, words, 3, likeness=0.75)]
-        near[of.name] = [*list(matches)[:3], *of_words]
+        similar_values = [texts[match] for match in nearest_names(written, texts, 3, likeness=0.75)]
+        near[of.name] = [*list(matches)[:3], *similar_values]
     return {name: names for name, names in near.items() if names}
 
 
-def beginning_with(incomplete: str) -> list[str]:
+def names_with_prefix(incomplete: str) -> list[str]:
     """Return keys (the last part of their path) and values of all dialects with this prefix, for shell completion."""
-    known = (name for of in EXPLAINED.values() for name in (*_keys(of), *_words(of)))
+    known = (name for of in EXPLAINED.values() for name in (*_keys(of), *_text_values(of)))
     return sorted({name for name in known if name.startswith(incomplete) and "." not in name})
 
 
 def _keys(dialect: Dialect) -> dict[str, str]:
     """Map every name of a key, with and without its path, to the key's usual place."""
-    places = ((place, dialect.places(row)[0]) for row in dialect.rows for place in _named(dialect, row))
+    places = ((place, dialect.places(row)[0]) for row in dialect.rows for place in _all_paths(dialect, row))
     return {name: usual for place, usual in places for name in (place, place.rpartition(".")[2])}
 
 
-def _words(dialect: Dialect) -> dict[str, str]:
+def _text_values(dialect: Dialect) -> dict[str, str]:
     """Map every string value to KEY=VALUE of the first key that takes it."""
-    words: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for row in dialect.rows:
-        new = (value for value in dialect.values(row) if isinstance(value, str) and value and value not in words)
-        words |= {text: f"{dialect.places(row)[0]}={text}" for text in new}
-    return words
+        new = (value for value in dialect.values(row) if isinstance(value, str) and value and value not in texts)
+        texts |= {value_text: f"{dialect.places(row)[0]}={value_text}" for value_text in new}
+    return texts
 
 
 def implicit_settings(dialect: str | None = None) -> dict[str, list[Finding]]:
@@ -273,7 +276,7 @@ def implicit_settings(dialect: str | None = None) -> dict[str, list[Finding]]:
         }
         for of in _dialects(dialect)
     }
-    return {name: list(told.values()) for name, told in found.items() if told}
+    return {name: list(findings.values()) for name, findings in found.items() if findings}
 
 
 def _read(text: str, row: Row, name: str) -> Any:
@@ -306,41 +309,47 @@ def _key_and_value(asked: str) -> tuple[str, str, str | None]:
     return written, ".".join(filter(None, name.split("."))), next(iter(values), None)
 
 
-def _named(dialect: Dialect, row: Row) -> list[str]:
+def _all_paths(dialect: Dialect, row: Row) -> list[str]:
     """Return every path of the row and of its nested keys."""
     return [name for place in dialect.places(row) for name in (place, *(f"{place}.{part}" for part in row.nested))]
 
 
-def _depth(dialect: Dialect, row: Row, asked: str) -> int:
+def _num_shared_parts(dialect: Dialect, row: Row, asked: str) -> int:
     """Return how many trailing parts the name and a place of the row share, if one ends with the other; else 0."""
-    names = (f".{name.lower()}" for name in _named(dialect, row))
+    names = (f".{name.lower()}" for name in _all_paths(dialect, row))
     matches = (name for name in names if name.endswith(f".{asked}") or f".{asked}".endswith(name))
     return max((min(name.count("."), asked.count(".") + 1) for name in matches), default=0)
 
 
-def _telling(dialect: Dialect, row: Row) -> tuple[Fate, ...]:
+def _distinct_outcomes(dialect: Dialect, row: Row) -> tuple[ValueOutcome, ...]:
     """Return the outcomes of the row's values if the value decides; for Boolean values, only if ``outcome`` differs."""
-    fates = _fates(dialect, row, dialect.values(row))
-    length = 1 if all(isinstance(fate.value, bool) for fate in fates) else 4
-    return fates if any(_looks(fate.finding)[:length] != _looks(row)[:length] for fate in fates) else ()
+    value_outcomes = _value_outcomes(dialect, row, dialect.values(row))
+    length = 1 if all(isinstance(outcome.value, bool) for outcome in value_outcomes) else 4
+    return (
+        value_outcomes
+        if any(_outcome_fields(outcome.finding)[:length] != _outcome_fields(row)[:length] for outcome in value_outcomes)
+        else ()
+    )
 
 
-def _looks(of: Finding | Row) -> tuple[object, ...]:
+def _outcome_fields(of: Finding | Row) -> tuple[object, ...]:
     return (of.outcome, of.target, of.reason, of.hint)
 
 
-def _fates(dialect: Dialect, row: Row, values: Iterable[Any]) -> tuple[Fate, ...]:
+def _value_outcomes(dialect: Dialect, row: Row, values: Iterable[Any]) -> tuple[ValueOutcome, ...]:
     """Return one outcome for each value, or several where the readers of a dialect differ."""
-    fates: dict[object, Fate] = {}
+    value_outcomes: dict[object, ValueOutcome] = {}
     for number, value in enumerate(values):
-        for reader, finding in _asked(dialect, row, value):
-            same = fates.get((number, _looks(finding)), Fate(value=value, finding=finding, readers=()))
+        for reader, finding in _reader_findings(dialect, row, value):
+            same = value_outcomes.get(
+                (number, _outcome_fields(finding)), ValueOutcome(value=value, finding=finding, readers=())
+            )
             readers = (*same.readers, reader) if reader else ()
-            fates[number, _looks(finding)] = replace(same, readers=readers)
-    return tuple(fates.values())
+            value_outcomes[number, _outcome_fields(finding)] = replace(same, readers=readers)
+    return tuple(value_outcomes.values())
 
 
-def _asked(dialect: Dialect, row: Row, value: Any) -> Iterator[tuple[str, Finding]]:
+def _reader_findings(dialect: Dialect, row: Row, value: Any) -> Iterator[tuple[str, Finding]]:
     """Yield each reader with its outcome of a value, from the smallest file with the value."""
     for reader, file in dialect.files(row, value).items():
         parts = dialect.place(row, file).split(".")

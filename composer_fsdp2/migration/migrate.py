@@ -120,8 +120,8 @@ def may_configure(content: bytes) -> bool:
 
 
 # A key of a section, or an escape sequence, which may encode characters of one.
-_WORDS = "|".join(sorted({*FOREIGN_WORDS, *(word for dialect in DIALECTS.values() for word in dialect.words)}))
-_KEY = re.compile(rf"""\b(?:{_WORDS})[\w.]{{0,1000}}["']?\s*[:=\]]|\\[xu]""")
+_KEY_PREFIXES = "|".join(sorted({*FOREIGN_WORDS, *(word for dialect in DIALECTS.values() for word in dialect.words)}))
+_KEY = re.compile(rf"""\b(?:{_KEY_PREFIXES})[\w.]{{0,1000}}["']?\s*[:=\]]|\\[xu]""")
 
 
 def migrate_text(
@@ -161,13 +161,13 @@ def migrate_text(
     reports = new.sections
     if file.resolved.public != file.resolved.values:
         public = _new_text(replace(file, is_public=True), found, target, suffix).sections
-        reports = tuple(map(_publicly, reports, public))
-    in_own_keys = deepspeed.told if deepspeed is not None else iter
+        reports = tuple(map(_without_secrets, reports, public))
+    under_given_keys = deepspeed.findings_of_file if deepspeed is not None else iter
     placed = (
         replace(
             report,
             line=nearest_line(given.document, path),
-            findings=tuple(in_own_keys(_placed(each, given, path, new.after) for each in report.findings)),
+            findings=tuple(under_given_keys(_placed(each, given, path, new.after) for each in report.findings)),
         )
         for (_, path), report in zip(found, reports, strict=True)
     )
@@ -235,16 +235,16 @@ def _new_text(file: _File, found: Sequence[tuple[Dialect, Path]], target: Dialec
         with_shared(document, section.path, paths, change_section(document, of, section, target))
         for (of, _), section in zip(found, sections, strict=True)
     ]
-    whole = next((change for change in changes if change.text is not None), None)
+    separate = next((change for change in changes if change.text is not None), None)
     edits = [edit for change in changes for edit in change.edits]
-    after = document.edited(edits) if whole is None or whole.text is None else whole.text
-    suffix = target.suffix if whole is not None else f".{(suffix or document.name).rpartition('.')[2]}"
-    again: _File | None = None
+    after = document.edited(edits) if separate is None or separate.text is None else separate.text
+    suffix = target.suffix if separate is not None else f".{(suffix or document.name).rpartition('.')[2]}"
+    reread: _File | None = None
     shared: tuple[Finding, ...] = ()
-    if whole is not None or after != document.original:
+    if separate is not None or after != document.original:
         new, shared = read_again(document, after, suffix, sections, changes)
-        again = _File.of(new, is_public=file.is_public)
-    findings = [each.tell(_lost(again, target, each)) for each in changes]
+        reread = _File.of(new, is_public=file.is_public)
+    findings = [each.findings_for(_lost(reread, target, each)) for each in changes]
     findings[0] += shared
     reports = (
         SectionReport(
@@ -252,9 +252,9 @@ def _new_text(file: _File, found: Sequence[tuple[Dialect, Path]], target: Dialec
             to=target.target,
             place=printable(".".join(map(str, path))),
             line=nearest_line(document, path),
-            findings=told,
+            findings=section_findings,
         )
-        for (of, path), told in zip(found, findings, strict=True)
+        for (of, path), section_findings in zip(found, findings, strict=True)
     )
     return Migration(
         name=document.name,
@@ -262,7 +262,7 @@ def _new_text(file: _File, found: Sequence[tuple[Dialect, Path]], target: Dialec
         after=after,
         sections=tuple(reports),
         suffix=suffix,
-        is_new_file=whole is not None,
+        is_new_file=separate is not None,
     )
 
 
@@ -306,11 +306,11 @@ def _sections(file: _File, dialect: str | None, at: str | None) -> list[tuple[Di
         )
     if document.problem:
         raise ConfigError(document.problem)
-    here = [(of, path) for of, path in found if has_path(document.values, path)]
-    if not here:  # only in the value of an interpolation
+    written = [(of, path) for of, path in found if has_path(document.values, path)]
+    if not written:  # only in the value of an interpolation
         place = ".".join(map(str, found[0][1]))
         raise file.error(found[0][1], f"{place} stands behind an interpolation; write it out there")
-    return here
+    return written
 
 
 def _own_system(file: _File, found: Sequence[tuple[Dialect, Path]]) -> Dialect:
@@ -395,18 +395,18 @@ def _check(file: _File, found: Sequence[tuple[Dialect, Path]], target: Dialect) 
 _NOT_SHOWN = "it depends on an environment variable, whose value no report has"
 
 
-def _publicly(report: SectionReport, public: SectionReport) -> SectionReport:
+def _without_secrets(report: SectionReport, public: SectionReport) -> SectionReport:
     """Return the report without values of environment variables, because it may be shown to anybody.
 
     Args:
         public: The report of the same section, read with other values for these variables.
     """
-    told: defaultdict[object, list[Finding]] = defaultdict(list)
+    public_findings: defaultdict[object, list[Finding]] = defaultdict(list)
     for each in public.findings:
-        told[each.key, each.origin, each.outcome].append(each)
+        public_findings[each.key, each.origin, each.outcome].append(each)
     findings = (
-        alike.pop(0)
-        if (alike := told[each.key, each.origin, each.outcome])
+        matching.pop(0)
+        if (matching := public_findings[each.key, each.origin, each.outcome])
         else replace(each, value="", target="", reason=_NOT_SHOWN, hint="")
         for each in report.findings
     )
@@ -443,8 +443,8 @@ def _with_references(finding: Finding, file: _File, path: Path, after: str) -> F
     before = file.document.original
     pairs = zip(leaves(written, ()), leaves(values, ()), strict=True)
     read = [text for (text, _), (value, _) in pairs if text is not value]
-    gone = next((text for text in read if after.count(text) < before.count(text)), None)
-    if gone is None or finding.outcome is not Outcome.EXACT:
+    lost_reference = next((text for text in read if after.count(text) < before.count(text)), None)
+    if lost_reference is None or finding.outcome is not Outcome.EXACT:
         return finding
-    hint = f"the value that {gone} has here is written out, and the variable is read no more"
+    hint = f"the value that {lost_reference} has here is written out, and the variable is read no more"
     return replace(finding, outcome=Outcome.APPROXIMATE, hint="; ".join(filter(None, (finding.hint, hint))))

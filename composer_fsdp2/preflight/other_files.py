@@ -10,7 +10,7 @@ from torch import nn
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
 from composer_fsdp2.config.sharding import ActivationCheckpointing
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.migration.dialect import Dialect, Expression, Reading, Section, meets, with_losses
+from composer_fsdp2.migration.dialect import Dialect, Expression, Reading, Section, overlaps, with_losses
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.dialects.composer.around import (
     around_of,
@@ -233,7 +233,7 @@ def _undecided(reading: Reading, expression: Expression) -> list[Finding]:
     for each in findings:
         decided = decides(reading.rows[each.key]) if each.key in reading.rows else None
         changes = bool(decided) and each.outcome is Outcome.APPROXIMATE and each.origin is Origin.KEY
-        is_lost = decided is not None and meets(lost, decided)
+        is_lost = decided is not None and overlaps(lost, decided)
         if not is_lost and (each.outcome.blocks or changes):
             found.append(each)
     return found

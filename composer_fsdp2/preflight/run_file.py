@@ -113,7 +113,7 @@ class RunFile:
         placed = (replace(each, where=self._place(each.key)) for each in findings)
         if self.deepspeed is None:
             return tuple(placed)
-        completed = self.deepspeed.told(placed)
+        completed = self.deepspeed.findings_of_file(placed)
         return tuple(each for each in completed if each.outcome not in (Outcome.UNNEEDED, Outcome.EXACT))
 
     def _place(self, key: str) -> str:

@@ -186,21 +186,21 @@ def entries_of(new: NewEntry) -> Settings:
     return [*entries.items(), *new.beside]
 
 
-def differences(meant: Any, found: Any, path: Path = ()) -> Iterator[Path]:
+def differences(expected: Any, found: Any, path: Path = ()) -> Iterator[Path]:
     """Yield the paths at which two values differ.
 
     An interpolation in ``found`` equals any value, since no edit writes a new interpolation.
     """
     if isinstance(found, str) and "${" in found:
         return
-    meant, found = (dict(enumerate(each)) if isinstance(each, list | tuple) else each for each in (meant, found))
-    if isinstance(meant, Mapping) and isinstance(found, Mapping):
-        for key in {**meant, **found}:
-            if key in meant and key in found:
-                yield from differences(meant[key], found[key], (*path, key))
+    expected, found = (dict(enumerate(each)) if isinstance(each, list | tuple) else each for each in (expected, found))
+    if isinstance(expected, Mapping) and isinstance(found, Mapping):
+        for key in {**expected, **found}:
+            if key in expected and key in found:
+                yield from differences(expected[key], found[key], (*path, key))
             else:
                 yield (*path, key)
-    elif repr(meant) != repr(found):  # 1, 1.0 and true are equal, and mean different things; nan is not equal to nan
+    elif repr(expected) != repr(found):  # 1, 1.0 and true are equal, and mean different things; nan is not equal to nan
         yield path
 
 

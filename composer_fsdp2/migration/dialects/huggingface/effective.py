@@ -41,7 +41,7 @@ from composer_fsdp2.migration.dialects.huggingface.values import (
 
 # Trainer arguments that are set elsewhere. A Trainer ignores them in a file of fsdp_config keys, where the migration
 # reads them to complete the file.
-_ANSWERS = ("fsdp", "bf16", "fp16", "gradient_checkpointing")
+_TRAINER_SETTINGS = ("fsdp", "bf16", "fp16", "gradient_checkpointing")
 # Keys that occur in no other system's section: one alone identifies it.
 OF_TRAINERS = ("transformer_layer_cls_to_wrap", "min_num_params", "cpu_ram_efficient_loading", "xla")
 
@@ -64,7 +64,7 @@ def is_bare(values: Mapping[str, Any]) -> bool:
     if "fsdp_config" in values or "distributed_type" in values:
         return False
     # Beside fsdp, OLD_SIBLINGS are arguments of a Trainer.
-    others = (*_ANSWERS, *(OLD_SIBLINGS if "fsdp" in values else ()))
+    others = (*_TRAINER_SETTINGS, *(OLD_SIBLINGS if "fsdp" in values else ()))
     names = [str(name) for name in values if name not in others]
     plain = [name.removeprefix(PREFIX) for name in names]
     num_known = sum((SETTINGS, name) in BY_PLACE for name in plain)
@@ -76,9 +76,10 @@ def is_bare(values: Mapping[str, Any]) -> bool:
 def given_keys(values: Mapping[str, Any], reader: Reader, *, is_file: bool) -> tuple[GivenKey, ...]:
     """Return the keys that configure FSDP, without a Trainer's other arguments."""
     found: list[GivenKey] = []
-    is_whole = is_bare(values)
+    is_settings_file = is_bare(values)
     for name, value in values.items():
-        if is_whole and name not in _ANSWERS:  # every release strips the prefix from the keys of such a file
+        if is_settings_file and name not in _TRAINER_SETTINGS:
+            # Every release strips the prefix from the keys of such a file.
             found.append(_nested_key(str(name), str(name).removeprefix(PREFIX), value, SETTINGS, reader))
         elif name in MAPPINGS and isinstance(value, Mapping) and value:
             found += [_nested_key(f"{name}.{key}", str(key), each, name, reader) for key, each in value.items()]
@@ -177,7 +178,7 @@ def _unused(config: EffectiveConfig) -> Sequence[str]:
     return (*classes, *sizes)
 
 
-def _policy_of_words(config: EffectiveConfig) -> str:
+def _wrap_policy(config: EffectiveConfig) -> str:
     """Return the wrapping policy; auto_wrap overrides the policy that axolotl already exported."""
     if not config["fsdp"].auto_wrap:
         return str(config["auto_wrap_policy"])
@@ -199,9 +200,9 @@ def _devices(config: EffectiveConfig) -> Sequence[str]:
 
 
 _BY_LAYER = "TRANSFORMER_BASED_WRAP"
-_FULL, _KEPT, _WHOLE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+_FULL, _GRAD_OP, _NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 # FSDP1's strategy by DeepSpeed's stage. Stage 1 keeps more than SHARD_GRAD_OP, and reduces as seldom as possible.
-_STRATEGIES = (_WHOLE, _KEPT, _KEPT, _FULL)
+_STRATEGIES = (_NO_SHARD, _GRAD_OP, _GRAD_OP, _FULL)
 
 # Settings that follow from others, in the order of computation, each with its readers.
 # fmt: off
@@ -216,7 +217,7 @@ _DERIVED: tuple[tuple[str, Sequence[Reader], Callable[[EffectiveConfig], Any]], 
         else config["state_dict_type"]),
     ("sharding_strategy", (T1, X1), lambda config: config["fsdp"].strategy or _FULL),
     ("offload_params", TRAINERS, lambda config: config["offload_params"] or config["fsdp"].offload),
-    ("auto_wrap_policy", (T1, X1, X2), _policy_of_words),
+    ("auto_wrap_policy", (T1, X1, X2), _wrap_policy),
     ("reshard_after_forward", tuple(Reader), _reshards),
     ("transformer_layer_cls_to_wrap", tuple(Reader), lambda config:
         config["transformer_layer_cls_to_wrap"] if config["auto_wrap_policy"] == _BY_LAYER else ()),
@@ -294,7 +295,7 @@ _PROBLEMS: tuple[tuple[Callable[[EffectiveConfig], Any], _Text, _Text], ...] = (
     (lambda config: config.reader in TRAINERS and _is_off(config)
         and ("fsdp" in config.around or not is_bare(config.around)), "fsdp",
         "FSDP is off, whatever fsdp_config says; as trained: remove that; as written: fsdp: full_shard auto_wrap"),
-    (lambda config: config.reader in (T2, X2) and config["fsdp"].strategy not in (None, _FULL, _KEPT), "fsdp",
+    (lambda config: config.reader in (T2, X2) and config["fsdp"].strategy not in (None, _FULL, _GRAD_OP), "fsdp",
         "for FSDP2 it is full_shard or shard_grad_op; replicas are parallelism_config's"),
     # accelerate's default is a float (1e8), and "100000000.0" is not an int.
     (lambda config: config["auto_wrap_policy"] == "SIZE_BASED_WRAP" and config.reader not in TRAINERS

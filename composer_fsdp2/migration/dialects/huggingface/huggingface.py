@@ -188,7 +188,7 @@ class HuggingFaceDialect(Dialect):
         lost = lost or self.express(reading.run.without_training()).losses
         found = [replace(each, finding=self._of_own(each, config)) for each in lost]
         findings, rest = with_losses(findings, found, reading, self)
-        return (*findings, *rest, *_applying(_OF_FSDP2, config))
+        return (*findings, *rest, *_matching_findings(_OF_FSDP2, config))
 
     def _of_own(self, loss: Loss, config: EffectiveConfig) -> Finding:
         """Return the finding of a loss, adapted to the section.
@@ -252,8 +252,8 @@ class HuggingFaceDialect(Dialect):
         if row.group == DEGREES and A2 in self.smallest:
             return {self.read_by(row)[0]: Section.at((), _FILES[A2 if A2 in row.read_by else AD])}
         is_read_by_none = self.read_by(row) == (NOBODY,)
-        asked = (reader for reader in self.smallest if is_read_by_none or reader in row.read_by)
-        return {reader: Section.at((), self.smallest[reader]) for reader in asked}
+        readers = (reader for reader in self.smallest if is_read_by_none or reader in row.read_by)
+        return {reader: Section.at((), self.smallest[reader]) for reader in readers}
 
     def place(self, row: Any, section: Section) -> str:
         return usual_place(row, is_transformers="fsdp" in section.given)
@@ -344,26 +344,26 @@ def _adapter(config: EffectiveConfig) -> Any:
 
 def findings_of(config: EffectiveConfig) -> Iterator[Finding]:
     for given in config.given:
-        yield _of_no_row(given, config) if given.row is None else _finding(given, given.row, config)
+        yield _unknown_key_finding(given, config) if given.row is None else _finding(given, given.row, config)
     given_keys = {given.key for given in config.given}
     for key, problem in config.problems.items():
         if key not in given_keys:
             yield implicit(key, Outcome.NEEDS_DECISION, problem)
-    yield from _applying(_IMPLICIT, config)
+    yield from _matching_findings(_IMPLICIT, config)
 
 
 def _finding(given: GivenKey, row: Key, config: EffectiveConfig) -> Finding:
-    usual = row.usual(given.key, given.value)
+    finding = row.usual(given.key, given.value)
     if given.key in config.problems:
-        return undecided(usual, config.problems[given.key], usual.hint)
+        return undecided(finding, config.problems[given.key], finding.hint)
     if given.is_off and row.defaults and not any(row.defaults.values()):
-        usual = off(usual)
+        finding = off(finding)
     if not given.is_read:
-        return _unread(usual, given, row, config)
-    return usual if row.decide is None else row.decide(usual, config)
+        return _ignored_key_finding(finding, given, row, config)
+    return finding if row.decide is None else row.decide(finding, config)
 
 
-def _of_no_row(given: GivenKey, config: EffectiveConfig) -> Finding:
+def _unknown_key_finding(given: GivenKey, config: EffectiveConfig) -> Finding:
     name = given.key.split(".")[-1]
     finding = Finding(key=given.key, value=given.value, outcome=Outcome.NEEDS_DECISION, reason="")
     if given.key in MAPPINGS and not given.value:
@@ -395,37 +395,37 @@ _OF_SPEED = {
 }
 
 
-def _unread(usual: Finding, given: GivenKey, row: Key, config: EffectiveConfig) -> Finding:
+def _ignored_key_finding(finding: Finding, given: GivenKey, row: Key, config: EffectiveConfig) -> Finding:
     """Return the finding for a key that the system ignored; nothing is lost if its value was in effect anyway."""
     reader, error = config.reader, config.errors.get(given.key)
     if given.value is None and reader in AXOLOTL:
-        return idle(usual, "it is empty")
+        return idle(finding, "it is empty")
     setting = _OF_SPEED.get(row.name, row.name)
     is_inert = reader is T1 and given.key.split(".")[-1].startswith(PREFIX)
     is_doubled = reader in row.read_by and not is_inert and config.key_of(row.name) not in (None, given.key)
     reason = f"{config.key_of(row.name)} says it again" if is_doubled else f"{reader.value} does not read it here"
     if error is None and (row.outcome is Outcome.UNNEEDED or _is_in_effect(setting, config.parsed[given.key], config)):
-        return idle(usual, f"{reason}, but its value was in effect anyway")
+        return idle(finding, f"{reason}, but its value was in effect anyway")
     way = f"{DEGREES_PREFIX}{row.name}" if row.group == DEGREES else row.instead.get(reader, "")
-    held = config[setting]
-    in_effect = "the key was ignored" if held in (None, "", (), []) else f"{_word(held)} was in effect"
+    effective = config[setting]
+    in_effect = "the key was ignored" if effective in (None, "", (), []) else f"{_value_text(effective)} was in effect"
     if row.name in _OF_SPEED:  # no decision is needed
         hint = f"it is read as {way}" if way and reader not in AXOLOTL else ""
         text = f"{reason}: {in_effect}; no number depends on it"
-        return replace(usual, outcome=Outcome.APPROXIMATE, target="as it ran", reason=text, hint=hint)
+        return replace(finding, outcome=Outcome.APPROXIMATE, target="as it ran", reason=text, hint=hint)
     if error is not None:
-        return undecided(usual, f"{reason}; {error}", "remove it")
+        return undecided(finding, f"{reason}; {error}", "remove it")
     if is_doubled:
-        return undecided(usual, f"{reason}, and held", "as trained: remove it; as written: remove the other")
+        return undecided(finding, f"{reason}, and held", "as trained: remove it; as written: remove the other")
     if reader is X1 and row.name == "sync_module_states":
         reason = "axolotl passes it on from 0.12 on; before"
     how = f" (as {way})" if way else ""
     return undecided(
-        usual, f"{reason}: {in_effect}", f"as trained: remove it; as written: set it where it is read{how}"
+        finding, f"{reason}: {in_effect}", f"as trained: remove it; as written: set it where it is read{how}"
     )
 
 
-def _word(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(getattr(value, "value", value))
 
 
@@ -443,7 +443,7 @@ def _is_in_effect(setting: str, value: Any, config: EffectiveConfig) -> bool:
 _Rule = tuple[Collection[Reader], Callable[[EffectiveConfig], Any], Finding | Callable[[EffectiveConfig], Finding]]
 
 
-def _applying(rules: Iterable[_Rule], config: EffectiveConfig) -> Iterator[Finding]:
+def _matching_findings(rules: Iterable[_Rule], config: EffectiveConfig) -> Iterator[Finding]:
     for readers, applies, found in rules:
         if config.reader in readers and applies(config):
             yield found(config) if callable(found) else found

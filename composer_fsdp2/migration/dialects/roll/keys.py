@@ -264,7 +264,7 @@ _freeze = cases(
 ROWS: tuple[Lens, ...] = (
     Lens(name="strategy_name", default="fsdp2_train", outcome=Outcome.EXACT, target="fully_shard",
         takes=one_of(*STRATEGIES), meaning="training or inference with FSDP2", reason="both shard with fully_shard"),
-    Lens(name="fsdp_size", is_told=True, default=1, outcome=Outcome.EXACT, target="mesh", takes=INT,
+    Lens(name="fsdp_size", reports_default=True, default=1, outcome=Outcome.EXACT, target="mesh", takes=INT,
         wrong=_odd_size,
         read={"mesh": _mesh},
         write=_shards, decide=cases(
@@ -285,11 +285,11 @@ ROWS: tuple[Lens, ...] = (
     Lens(name="param_dtype",
         read={"mixed_precision.param_dtype": lambda value, worker: dtype_of(value, "bfloat16"),
             "precision": lambda value, worker: PRECISIONS.get(dtype_of(value, "bfloat16"), "fp32")},
-        write=lambda run: word_of(run.config.mixed_precision.param_dtype or "float32"), is_told=True, default="bf16",
-        outcome=Outcome.EXACT, target="MixedPrecisionPolicy(param_dtype)", takes=_DTYPE,
+        write=lambda run: word_of(run.config.mixed_precision.param_dtype or "float32"), reports_default=True,
+        default="bf16", outcome=Outcome.EXACT, target="MixedPrecisionPolicy(param_dtype)", takes=_DTYPE,
         meaning="the dtype in which parameters are gathered and computed with",
         reason="the same argument of fully_shard; null is the default"),
-    Lens(name="reduce_dtype", is_told=True, default="float32", outcome=Outcome.EXACT,
+    Lens(name="reduce_dtype", reports_default=True, default="float32", outcome=Outcome.EXACT,
         target="MixedPrecisionPolicy(reduce_dtype)", takes=_DTYPE,
         read={"mixed_precision.reduce_dtype": lambda value, worker: reduced_in(worker)}, write=_reduce_word,
         decide=lambda finding, worker: replace(finding, value=worker.given.get("reduce_dtype") or
@@ -301,7 +301,7 @@ ROWS: tuple[Lens, ...] = (
             reason="reduce_dtype is set, and takes precedence")),
         meaning="whether an implicit reduce_dtype is float32 (true) or bf16 (false)",
         reason="sets reduce_dtype if the file does not; later ROLL only"),
-    Lens(name="reshard_after_forward", is_told=True, default=None, outcome=Outcome.EXACT,
+    Lens(name="reshard_after_forward", reports_default=True, default=None, outcome=Outcome.EXACT,
         target="reshard_after_forward",
         takes=_RESHARD, wrong=_odd_group,
         read={"reshard_after_forward": lambda value, worker: True if value is None else value},
@@ -328,7 +328,7 @@ ROWS: tuple[Lens, ...] = (
         outcome=Outcome.EXACT, target="units", takes=_CLASSES,
         meaning="the classes whose modules are units; by default the model's _no_split_modules",
         reason="modules of these classes are units"),
-    Lens(name="wrap_policy.wrap_embeddings", fields=("wrap.embeddings",), is_told=True, default=False,
+    Lens(name="wrap_policy.wrap_embeddings", fields=("wrap.embeddings",), reports_default=True, default=False,
         outcome=Outcome.EXACT, target="units", takes=BOOL,
         decide=cases(case(lambda value, worker: not value, reason="against its guide, ROLL still makes each embedding "
         "a unit that is not tied to the output")), meaning="whether the input embedding is a separate unit",
@@ -362,7 +362,7 @@ ROWS: tuple[Lens, ...] = (
         default=None, outcome=Outcome.EXACT, target="tiled_mlp", only_with="apply_tiled_mlp", decide=_tiling,
         meaning="the model whose MLP class is replaced; by default all that ROLL knows",
         reason="names the class of the MLPs"),
-    Lens(name="async_save_ckpt", is_told=True, default=True, outcome=Outcome.EXACT, target="async_save",
+    Lens(name="async_save_ckpt", reports_default=True, default=True, outcome=Outcome.EXACT, target="async_save",
         takes=BOOL,
         read={"async_save": lambda value, worker: worker.is_training and value},
         write=lambda run: run.async_save, decide=cases(
@@ -420,7 +420,7 @@ ROWS: tuple[Lens, ...] = (
         outcome=Outcome.APPROXIMATE, target="units", neutral=(None,),
         meaning="layers with a LoRA adapter; ROLL makes each adapter a unit",
         reason="adapters stay inside their layer's unit: the same numbers with fewer and larger gathers"),
-    Lens(name="model_args.disable_gradient_checkpointing", is_told=True, default=False, outcome=Outcome.EXACT,
+    Lens(name="model_args.disable_gradient_checkpointing", reports_default=True, default=False, outcome=Outcome.EXACT,
         target="activation_checkpointing", takes=BOOL, read={"activation_checkpointing": _recomputed},
         write=lambda run: not run.config.activation_checkpointing.checkpoint,
         decide=cases(
