@@ -75,8 +75,8 @@ def _answer(asked: str | None, dialect: str | None) -> Answer:
 
 
 def _unknown(asked: str, dialect: str | None, near: dict[str, list[str]]) -> str:
-    whose = "no dialect has" if dialect is None else f"{dialect} does not have"
-    lines = [f"{whose} {printable(asked) or 'a key without a name'}"]
+    subject = "no dialect has" if dialect is None else f"{dialect} does not have"
+    lines = [f"{subject} {printable(asked) or 'a key without a name'}"]
     others = dict.fromkeys(each.dialect.name for each in explaining.explain(asked)) if dialect else {}
     if others:
         lines.append(f"  found in: {', '.join(others)}")

@@ -56,7 +56,7 @@ def plan_context(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
         where = path or "the model"
         facts = {f"{path}.{inner}" if path else inner: each for inner, each in adapter.attentions(module).items()}
         problems += [f"{where}: {text}" for text in adapter.problems(module)]
-        problems += _problems_of_attentions(facts, heads_per)
+        problems += _attention_problems(facts, heads_per)
         notes += [f"{where}: {text}" for text in (*adapter.notes(module), *_notes_of_losses(model, path))]
         attentions += facts
         if not facts:
@@ -122,7 +122,7 @@ def _notes_of_losses(model: nn.Module, path: str) -> Iterator[str]:
             )
 
 
-def _problems_of_attentions(facts: Mapping[str, AttentionFacts], heads_per: int) -> list[str]:
+def _attention_problems(facts: Mapping[str, AttentionFacts], heads_per: int) -> list[str]:
     """Messages about attention modules that cannot be divided. A message about several modules appears once."""
     found: dict[str, list[str]] = {}
     for path, each in facts.items():

@@ -132,7 +132,7 @@ def test_names_are_unique_within_a_dialect():
 def test_no_shard_is_told_by_each_dialect():
     """NO_SHARD replicates full parameters; `explain` must not report FULL_SHARD's outcome for it."""
     for dialect in ("composer", "huggingface"):
-        told = {str(fate.value): fate.finding for fate in one("sharding_strategy", dialect).value_outcomes}
+        told = {str(each.value): each.finding for each in one("sharding_strategy", dialect).value_outcomes}
         assert set(told) >= {"FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"}
         assert "2-D mesh with one rank on its shard axis" in told["NO_SHARD"].target
         assert "reshard_after_forward=False" in told["SHARD_GRAD_OP"].target
@@ -169,7 +169,7 @@ def test_no_shard_is_told_by_each_dialect():
 )
 def test_a_value_has_its_own_fate(asked: str, dialect: str, reader: str, outcome: Outcome):
     """``KEY=VALUE`` reports the outcome of the user's own value, parsed as migrate parses it."""
-    (found,) = [fate.finding for fate in one(asked, dialect).value_outcomes if not reader or reader in fate.readers]
+    (found,) = [each.finding for each in one(asked, dialect).value_outcomes if not reader or reader in each.readers]
     assert found.outcome is outcome
 
 
@@ -209,9 +209,9 @@ VALUES_ASKED: list[tuple[str, set[tuple[str, str]]]] = [
 
 def test_auto_is_a_word_of_the_keys_that_choose_modules():
     """Files written by migrate contain ``auto``; it is not the name of a class."""
-    told = {each.row.name: each.value_outcomes for each in explain("auto", dialect="composer")}
-    assert set(told) == {"activation_checkpointing_policy", "idle_towers", "wrap_policy"}
-    assert {fate.finding.outcome for value_outcomes in told.values() for fate in value_outcomes} == {Outcome.EXACT}
+    by_key = {each.row.name: each.value_outcomes for each in explain("auto", dialect="composer")}
+    assert set(by_key) == {"activation_checkpointing_policy", "idle_towers", "wrap_policy"}
+    assert {each.finding.outcome for outcomes in by_key.values() for each in outcomes} == {Outcome.EXACT}
 
 
 def test_a_value_finds_the_keys_that_take_it():
@@ -235,7 +235,7 @@ def test_every_value_of_the_tables_is_found():
                 continue
             name = each.dialect.name
             found = [other for other in explain(value, dialect=name) if other.word and other.row is each.row]
-            assert [str(fate.value) for fate in found[0].value_outcomes if fate.value != value] == [], (
+            assert [str(each.value) for each in found[0].value_outcomes if each.value != value] == [], (
                 each.places[0],
                 value,
             )
@@ -265,7 +265,7 @@ def test_a_word_that_is_a_key_and_a_value_is_told_as_both():
         ("activation_checkpoint.mode", "memory_budget"),
     ]
     [parts] = explain("bf16", dialect="composer")
-    assert [fate.value for fate in parts.value_outcomes][:2] == [{"param_dtype": "bf16"}, {"reduce_dtype": "bf16"}]
+    assert [each.value for each in parts.value_outcomes][:2] == [{"param_dtype": "bf16"}, {"reduce_dtype": "bf16"}]
 
 
 def test_who_reads_a_key_is_told():
@@ -274,7 +274,7 @@ def test_who_reads_a_key_is_told():
     strategy = one("fsdp_sharding_strategy", "huggingface")
     assert strategy.read_by == ("accelerate 1.8.1, FSDP1",)
     assert "fsdp" in strategy.dialect.instead(strategy.row)["transformers 4.51.3"]
-    assert all(fate.readers == ("accelerate 1.8.1, FSDP1",) for fate in strategy.value_outcomes)
+    assert all(each.readers == ("accelerate 1.8.1, FSDP1",) for each in strategy.value_outcomes)
     assert one("limit_all_gathers", "huggingface").read_by == ("transformers 4.51.3",)
     assert one("limit_all_gathers", "axolotl").read_by == ("axolotl, FSDP1",)
 
