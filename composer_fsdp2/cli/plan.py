@@ -206,16 +206,16 @@ def _answer(options: Plan) -> tuple[Callable[[], str], int]:
     def plan(file: str, arguments: Mapping[str, Any]) -> tuple[PreflightRun, PlannedStep]:
         # Imported here: wrong options are refused before torch is imported.
         from composer_fsdp2.estimate.planned_step import Memory
-        from composer_fsdp2.preflight.planned import Questions, plan_step
+        from composer_fsdp2.preflight.planned import StepOptions, plan_step
         from composer_fsdp2.preflight.read_run import read_run
 
         run = read_run(file, **arguments)
-        questions = Questions(
+        step_options = StepOptions(
             memory=Memory(given_bytes=memory, reserve=reserve) if memory is not None else None,
             machine=machine,
             counts_activations=not options.no_activations,
         )
-        return run, plan_step(run, file, questions)
+        return run, plan_step(run, file, step_options)
 
     if len(world_sizes) > 1:
         return _plan_several(

@@ -189,11 +189,11 @@ def _with_keys(finding: Finding, new_settings: Mapping[str, Settings], target: D
     new = new_settings.get(finding.key) if finding.origin is Origin.KEY else None
     if finding.outcome.blocks or new is None:
         return finding
-    words = ", ".join(
+    text = ", ".join(
         key if isinstance(value, Mapping) and len(value) > 3 else f"{key}: {flow_text(value)}" for key, value in new
     )
     hints = [hint for hint in (finding.hint, *(_elsewhere(new, target) if finding.asks else ())) if hint]
-    return replace(finding, target=words or "removed", hint="; ".join(hints))
+    return replace(finding, target=text or "removed", hint="; ".join(hints))
 
 
 def _elsewhere(new: Settings, target: Dialect) -> Iterator[str]:

@@ -177,7 +177,7 @@ class Dialect:
             beside its new section.
         readers: The readers of its files, if more than one.
         interpolates: Whether its files are read by OmegaConf, which resolves ``${...}``.
-        words: Lowercase prefixes; every file with a section has a key that starts with one of them.
+        key_prefixes: Lowercase prefixes; every file with a section has a key that starts with one of them.
         keeps_implicit: Whether its FSDP2 preserves implicit behavior of FSDP1, which the report then lists as well.
         keeps_files: Whether its files, which already train with FSDP2, stay byte for byte the same if it is the target.
         silent: Minimal files that enable sharding and leave everything else at implicit settings.
@@ -198,7 +198,7 @@ class Dialect:
     unfinished: Callable[[Sequence[str]], Iterable[Finding]] = staticmethod(lambda keys: ())
     readers: Sequence[str] = ()
     interpolates: bool = False
-    words: Sequence[str] = ("fsdp",)
+    key_prefixes: Sequence[str] = ("fsdp",)
     keeps_implicit: bool = False
     keeps_files: bool = False
     silent: Sequence[Section] = ()

@@ -47,13 +47,13 @@ class Explanation:
     """A row of a dialect's table, with the outcomes of its values where the value decides the outcome.
 
     Args:
-        word: The value that was looked up; empty if a key was looked up.
+        queried_value: The value that was looked up; empty if a key was looked up.
     """
 
     dialect: Dialect
     row: Row
     value_outcomes: tuple[ValueOutcome, ...] = ()
-    word: str = ""
+    queried_value: str = ""
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -78,7 +78,7 @@ class Explanation:
         return {
             "dialect": dialect.name,
             "key": row.name,
-            "asked_as": "value" if self.word else "key",
+            "asked_as": "value" if self.queried_value else "key",
             "places": list(self.places),
             "aliases": list(dialect.aliases(row)),
             "parts": list(row.nested),
@@ -115,8 +115,8 @@ class Explanation:
             *values,
         ]
         # For a value, the text about the key's other values is left out.
-        lines = [f"{dialect.name}: {first}" + (f" = {self.word}" if self.word else "")]
-        for name, text in [*common, *values, *instead] if self.word else of_key:
+        lines = [f"{dialect.name}: {first}" + (f" = {self.queried_value}" if self.queried_value else "")]
+        for name, text in [*common, *values, *instead] if self.queried_value else of_key:
             lines += textwrap.wrap(text, text_width(110), initial_indent=f"  {name:<9}", subsequent_indent=" " * 11)
         return "\n".join(lines)
 
@@ -166,58 +166,62 @@ _TEXTS = {"None": "null", "True": "true", "False": "false", "[]": "none", "'[]'"
 # Queries
 
 
-def explain(asked: str, *, dialect: str | None = None) -> list[Explanation]:
+def explain(query: str, *, dialect: str | None = None) -> list[Explanation]:
     """Explain a key or a value in each dialect.
 
     Rows with a matching key come first, then rows that take the text as a value. A key may include its path in the
     file or a prefix, or be written as an option.
 
     Args:
-        asked: ``KEY``, ``VALUE``, or ``KEY=VALUE`` for the outcome of one value.
+        query: ``KEY``, ``VALUE``, or ``KEY=VALUE`` for the outcome of one value.
         dialect: The only dialect to search; None searches all.
     Returns:
         The explanations; empty if no dialect has a match (see ``nearest``).
     """
-    written, name, value = _key_and_value(asked)
-    depths = [(of, row, _num_shared_parts(of, row, name)) for of, row in _rows(dialect)]
+    written, name, value = _key_and_value(query)
+    depths = [(system, row, _num_shared_parts(system, row, name)) for system, row in _rows(dialect)]
     least = 2 if any(depth > 1 for *_, depth in depths) else 1  # a path beats a last name, which may be ambiguous
-    found = [(of, row) for of, row, depth in depths if depth >= least]
+    found = [(system, row) for system, row, depth in depths if depth >= least]
     if value is not None:
-        values = ((of, row, _read(value, row, name.rpartition(".")[2])) for of, row in found)
+        values = ((system, row, _read(value, row, name.rpartition(".")[2])) for system, row in found)
         return [
-            Explanation(dialect=of, row=row, value_outcomes=_value_outcomes(of, row, [each]))
-            for of, row, each in values
+            Explanation(dialect=system, row=row, value_outcomes=_value_outcomes(system, row, [each]))
+            for system, row, each in values
         ]
-    of_keys = (Explanation(dialect=of, row=row, value_outcomes=_distinct_outcomes(of, row)) for of, row in found)
+    of_keys = (
+        Explanation(dialect=system, row=row, value_outcomes=_distinct_outcomes(system, row)) for system, row in found
+    )
     return [*of_keys, *_rows_taking(written, dialect)]
 
 
-def _rows_taking(word: str, dialect: str | None) -> Iterator[Explanation]:
+def _rows_taking(query: str, dialect: str | None) -> Iterator[Explanation]:
     """Yield the rows that take the text as a value, with its outcome there; a number alone is too ambiguous."""
-    for of, row in _rows(dialect) if any(map(str.isalpha, word)) else ():
-        if values := _matching_values(of, row, word):
-            shown = next((value for value in values if isinstance(value, str)), word)
-            yield Explanation(dialect=of, row=row, value_outcomes=_value_outcomes(of, row, values), word=shown)
+    for system, row in _rows(dialect) if any(map(str.isalpha, query)) else ():
+        if values := _matching_values(system, row, query):
+            shown = next((value for value in values if isinstance(value, str)), query)
+            yield Explanation(
+                dialect=system, row=row, value_outcomes=_value_outcomes(system, row, values), queried_value=shown
+            )
 
 
-def _matching_values(dialect: Dialect, row: Row, word: str) -> list[Any]:
+def _matching_values(dialect: Dialect, row: Row, query: str) -> list[Any]:
     """Return the text as values of the row or of its nested keys, in a letter case that the row accepts."""
     texts = ((value, value.values() if isinstance(value, Mapping) else (value,)) for value in dialect.values(row))
     own = [
-        value for value, each in texts if any(isinstance(text, str) and text.lower() == word.lower() for text in each)
+        value for value, each in texts if any(isinstance(text, str) and text.lower() == query.lower() for text in each)
     ]
     if not own and any(isinstance(choice, bool) for choice in row.takes.choices):
         return []  # "on" and "off" do not identify a Boolean key
-    if _accepts_specifically(dialect, row, word):
-        return [word]
-    return own[:1] or [{part: word} for part in row.nested if _accepts_specifically(dialect, row, word, part)]
+    if _accepts_specifically(dialect, row, query):
+        return [query]
+    return own[:1] or [{part: query} for part in row.nested if _accepts_specifically(dialect, row, query, part)]
 
 
-def _accepts_specifically(dialect: Dialect, row: Row, word: str, part: str = "") -> bool:
+def _accepts_specifically(dialect: Dialect, row: Row, text: str, part: str = "") -> bool:
     """Return whether the row, or its nested key ``part``, accepts this text specifically, rather than any text."""
-    asked, *others = ({part: each} if part else each for each in (word, *_UNKNOWN_TEXTS))
+    query, *others = ({part: each} if part else each for each in (text, *_UNKNOWN_TEXTS))
     return any(
-        row.takes.fits(asked, reader) and not any(row.takes.fits(other, reader) for other in others)
+        row.takes.fits(query, reader) and not any(row.takes.fits(other, reader) for other in others)
         for reader in dialect.readers or (None,)
     )
 
@@ -227,26 +231,29 @@ _UNKNOWN_TEXTS = ("no-word-of-any-system", "NoWordOfAnySystem")  # the second lo
 
 def all_keys(dialect: str | None = None) -> list[Explanation]:
     """Return an explanation of every row, in all dialects or in one."""
-    return [Explanation(dialect=of, row=row, value_outcomes=_distinct_outcomes(of, row)) for of, row in _rows(dialect)]
+    return [
+        Explanation(dialect=system, row=row, value_outcomes=_distinct_outcomes(system, row))
+        for system, row in _rows(dialect)
+    ]
 
 
-def nearest(asked: str, *, dialect: str | None = None) -> dict[str, list[str]]:
+def nearest(query: str, *, dialect: str | None = None) -> dict[str, list[str]]:
     """Return the keys, and the values as KEY=VALUE, that were likely meant, by dialect."""
-    written, name, value = _key_and_value(asked)
+    written, name, value = _key_and_value(query)
     near: dict[str, list[str]] = {}
-    for of in _dialects(dialect):
-        keys, texts = _keys(of), {} if value is not None else _text_values(of)
+    for system in _dialects(dialect):
+        keys, texts = _keys(system), {} if value is not None else _text_values(system)
         spelled = dict.fromkeys((name, name.rpartition(".")[2]))
         matches = dict.fromkeys(keys[match] for each in spelled for match in nearest_names(each, keys, 3))
         # Values are many: with the default likeness, one of them would often match before the intended key.
         similar_values = [texts[match] for match in nearest_names(written, texts, 3, likeness=0.75)]
-        near[of.name] = [*list(matches)[:3], *similar_values]
+        near[system.name] = [*list(matches)[:3], *similar_values]
     return {name: names for name, names in near.items() if names}
 
 
 def names_with_prefix(incomplete: str) -> list[str]:
     """Return keys (the last part of their path) and values of all dialects with this prefix, for shell completion."""
-    known = (name for of in EXPLAINED.values() for name in (*_keys(of), *_text_values(of)))
+    known = (name for system in EXPLAINED.values() for name in (*_keys(system), *_text_values(system)))
     return sorted({name for name in known if name.startswith(incomplete) and "." not in name})
 
 
@@ -261,20 +268,20 @@ def _text_values(dialect: Dialect) -> dict[str, str]:
     texts: dict[str, str] = {}
     for row in dialect.rows:
         new = (value for value in dialect.values(row) if isinstance(value, str) and value and value not in texts)
-        texts |= {value_text: f"{dialect.places(row)[0]}={value_text}" for value_text in new}
+        texts |= {each: f"{dialect.places(row)[0]}={each}" for each in new}
     return texts
 
 
 def implicit_settings(dialect: str | None = None) -> dict[str, list[Finding]]:
     """Return findings for settings that no key configures, by dialect; a key's default is part of its row."""
     found = {
-        of.name: {
+        system.name: {
             finding.key: finding
-            for section in of.silent
-            for finding in of.read(section).findings
-            if finding.origin is Origin.IMPLICIT and all(row.name != finding.key for row in of.rows)
+            for section in system.silent
+            for finding in system.read(section).findings
+            if finding.origin is Origin.IMPLICIT and all(row.name != finding.key for row in system.rows)
         }
-        for of in _dialects(dialect)
+        for system in _dialects(dialect)
     }
     return {name: list(findings.values()) for name, findings in found.items() if findings}
 
@@ -293,17 +300,17 @@ def _dialects(name: str | None) -> Iterator[Dialect]:
 
 
 def _rows(dialect: str | None) -> Iterator[tuple[Dialect, Row]]:
-    yield from ((of, row) for of in _dialects(dialect) for row in of.rows)
+    yield from ((system, row) for system in _dialects(dialect) for row in system.rows)
 
 
-def _key_and_value(asked: str) -> tuple[str, str, str | None]:
+def _key_and_value(query: str) -> tuple[str, str, str | None]:
     """Split ``KEY=VALUE``, or a line copied from a file, ``KEY: VALUE``, and strip quotes and punctuation.
 
     Returns:
         The key as written; as a dotted name in lower case, of options (``--fsdp-size``) and environment variables, too;
         and the value.
     """
-    written, *values = re.split(r"\s*=\s*|:\s+", asked.strip(), maxsplit=1)
+    written, *values = re.split(r"\s*=\s*|:\s+", query.strip(), maxsplit=1)
     written = written.strip().strip("\"'`:,")
     name = written.lstrip("-").replace("-", "_").lower().removeprefix("$.")
     return written, ".".join(filter(None, name.split("."))), next(iter(values), None)
@@ -314,11 +321,11 @@ def _all_paths(dialect: Dialect, row: Row) -> list[str]:
     return [name for place in dialect.places(row) for name in (place, *(f"{place}.{part}" for part in row.nested))]
 
 
-def _num_shared_parts(dialect: Dialect, row: Row, asked: str) -> int:
+def _num_shared_parts(dialect: Dialect, row: Row, query: str) -> int:
     """Return how many trailing parts the name and a place of the row share, if one ends with the other; else 0."""
     names = (f".{name.lower()}" for name in _all_paths(dialect, row))
-    matches = (name for name in names if name.endswith(f".{asked}") or f".{asked}".endswith(name))
-    return max((min(name.count("."), asked.count(".") + 1) for name in matches), default=0)
+    matches = (name for name in names if name.endswith(f".{query}") or f".{query}".endswith(name))
+    return max((min(name.count("."), query.count(".") + 1) for name in matches), default=0)
 
 
 def _distinct_outcomes(dialect: Dialect, row: Row) -> tuple[ValueOutcome, ...]:
@@ -332,8 +339,8 @@ def _distinct_outcomes(dialect: Dialect, row: Row) -> tuple[ValueOutcome, ...]:
     )
 
 
-def _outcome_fields(of: Finding | Row) -> tuple[object, ...]:
-    return (of.outcome, of.target, of.reason, of.hint)
+def _outcome_fields(item: Finding | Row) -> tuple[object, ...]:
+    return (item.outcome, item.target, item.reason, item.hint)
 
 
 def _value_outcomes(dialect: Dialect, row: Row, values: Iterable[Any]) -> tuple[ValueOutcome, ...]:

@@ -330,7 +330,7 @@ def _migrate_file(
             path,
             suffix=(suffix if source.is_named else "") or of_input,
             read=partial(read_named, source.file.parent),
-            alone=source.is_named,
+            allow_unreferenced=source.is_named,
             **arguments,
         )
         done = _write(migration, content, source, destination, folder)

@@ -18,9 +18,9 @@ from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.changes import Change, change_section
 from composer_fsdp2.migration.dialect import Dialect, Section
 from composer_fsdp2.migration.dialects import DIALECTS
-from composer_fsdp2.migration.dialects.fingerprints import FOREIGN_WORDS, foreign_system
+from composer_fsdp2.migration.dialects.fingerprints import FOREIGN_KEY_PREFIXES, foreign_system
 from composer_fsdp2.migration.dialects.huggingface.deepspeed_file import ReadsFile, with_settings
-from composer_fsdp2.migration.documents import Document, nearest_line, open_document, referred
+from composer_fsdp2.migration.documents import Document, nearest_line, open_document, referenced_mapping
 from composer_fsdp2.migration.interpolated import has_interpolation, leaves
 from composer_fsdp2.migration.interpolation import Resolved, as_written, resolve
 from composer_fsdp2.migration.lens import Loss, fault
@@ -120,7 +120,9 @@ def may_configure(content: bytes) -> bool:
 
 
 # A key of a section, or an escape sequence, which may encode characters of one.
-_KEY_PREFIXES = "|".join(sorted({*FOREIGN_WORDS, *(word for dialect in DIALECTS.values() for word in dialect.words)}))
+_KEY_PREFIXES = "|".join(
+    sorted({*FOREIGN_KEY_PREFIXES, *(prefix for dialect in DIALECTS.values() for prefix in dialect.key_prefixes)})
+)
 _KEY = re.compile(rf"""\b(?:{_KEY_PREFIXES})[\w.]{{0,1000}}["']?\s*[:=\]]|\\[xu]""")
 
 
@@ -133,7 +135,7 @@ def migrate_text(
     at: str | None = None,
     suffix: str = "",
     read: ReadsFile = lambda path: None,
-    alone: bool = True,
+    allow_unreferenced: bool = True,
 ) -> Migration:
     """Migrate a text to FSDP2, and report the outcome of each key.
 
@@ -145,12 +147,12 @@ def migrate_text(
         dialect: Dialect of the sections; None detects it.
         at: Dotted path of the section, or of a value that contains the sections; None finds all.
         read: Reads other files that the text names; by default none.
-        alone: Whether to migrate a DeepSpeed file, which other files name, without such a file.
+        allow_unreferenced: Whether to migrate a DeepSpeed file, which other files name, without such a file.
     Raises:
         ConfigError: the file is invalid or has no section (NothingToMigrateError); names file, line and column.
     """
     file = given = _File.of(open_document(text, name, suffix))
-    deepspeed = with_settings(file.document, read, to=to, alone=alone)
+    deepspeed = with_settings(file.document, read, to=to, allow_unreferenced=allow_unreferenced)
     if deepspeed is not None:
         suffix = deepspeed.suffix or suffix
         file = _File.of(open_document(deepspeed.text, name, suffix))
@@ -163,11 +165,11 @@ def migrate_text(
         public = _new_text(replace(file, is_public=True), found, target, suffix).sections
         reports = tuple(map(_without_secrets, reports, public))
     under_given_keys = deepspeed.findings_of_file if deepspeed is not None else iter
-    placed = (
+    located = (
         replace(
             report,
             line=nearest_line(given.document, path),
-            findings=tuple(under_given_keys(_placed(each, given, path, new.after) for each in report.findings)),
+            findings=tuple(under_given_keys(_with_location(each, given, path, new.after) for each in report.findings)),
         )
         for (_, path), report in zip(found, reports, strict=True)
     )
@@ -175,7 +177,7 @@ def migrate_text(
         new,
         before=text,
         after=new.after if new.is_changed else text,
-        sections=tuple(placed),
+        sections=tuple(located),
         is_new_file=new.is_new_file or (deepspeed is not None and deepspeed.suffix != ""),
     )
 
@@ -185,7 +187,7 @@ def find_sections(
 ) -> tuple[Document, list[tuple[Dialect, Section]]]:
     """Return the document of a text, and the sections that ``migrate_text`` finds with the same arguments."""
     file = _File.of(open_document(text, name, suffix))
-    return file.document, [(of, file.section(of, path)) for of, path in _sections(file, dialect, at)]
+    return file.document, [(system, file.section(system, path)) for system, path in _sections(file, dialect, at)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,10 +232,10 @@ _CHOICES = frozenset(
 def _new_text(file: _File, found: Sequence[tuple[Dialect, Path]], target: Dialect, suffix: str) -> Migration:
     """Return the migration with findings as the dialects report them: without lines, and with secret values."""
     document, paths = file.document, [path for _, path in found]
-    sections = [file.section(of, path) for of, path in found]
+    sections = [file.section(system, path) for system, path in found]
     changes = [
-        with_shared(document, section.path, paths, change_section(document, of, section, target))
-        for (of, _), section in zip(found, sections, strict=True)
+        with_shared(document, section.path, paths, change_section(document, system, section, target))
+        for (system, _), section in zip(found, sections, strict=True)
     ]
     separate = next((change for change in changes if change.text is not None), None)
     edits = [edit for change in changes for edit in change.edits]
@@ -244,17 +246,17 @@ def _new_text(file: _File, found: Sequence[tuple[Dialect, Path]], target: Dialec
     if separate is not None or after != document.original:
         new, shared = read_again(document, after, suffix, sections, changes)
         reread = _File.of(new, is_public=file.is_public)
-    findings = [each.findings_for(_lost(reread, target, each)) for each in changes]
+    findings = [each.findings_for(_losses(reread, target, each)) for each in changes]
     findings[0] += shared
     reports = (
         SectionReport(
-            dialect=of.name,
+            dialect=system.name,
             to=target.target,
             place=printable(".".join(map(str, path))),
             line=nearest_line(document, path),
             findings=section_findings,
         )
-        for (of, path), section_findings in zip(found, findings, strict=True)
+        for (system, path), section_findings in zip(found, findings, strict=True)
     )
     return Migration(
         name=document.name,
@@ -266,11 +268,11 @@ def _new_text(file: _File, found: Sequence[tuple[Dialect, Path]], target: Dialec
     )
 
 
-def _lost(again: _File | None, target: Dialect, change: Change) -> Sequence[Loss]:
+def _losses(reread: _File | None, target: Dialect, change: Change) -> Sequence[Loss]:
     """Return the losses: settings of the old text's run that the target's reader does not find in the new text."""
-    if change.run is None or again is None:
+    if change.run is None or reread is None:
         return ()
-    values = again.values_for(target)
+    values = reread.values_for(target)
     place = next(iter(target.sections(values)), ()) if change.place is None else change.place
     section = Section.at(place, values)
     unknown = [key for key, value in section.given.items() if target.interpolates and has_interpolation(value)]
@@ -293,12 +295,12 @@ def _sections(file: _File, dialect: str | None, at: str | None) -> list[tuple[Di
         raise ForeignSystemError(
             f"{document.name}:1:1: this is a configuration of {other.name}, which is not read here: {other.advice}"
         )
-    found = [(of, path) for of in dialects for path in of.sections(file.values_for(of))]
+    found = [(system, path) for system in dialects for path in system.sections(file.values_for(system))]
     is_placed = at is not None and not document.problem
     found = _sections_at(file, found, dialect, str(at)) if is_placed else _outermost(file, found)
     if not found:
         _refuse_unreadable(file, dialects)
-        names = " or ".join(", ".join(of.name for of in dialects).rsplit(", ", 1))
+        names = " or ".join(", ".join(system.name for system in dialects).rsplit(", ", 1))
         raise NothingToMigrateError(
             document.problem
             or f"{document.name}:1:1: nothing here configures sharding with keys of {names}; where a section "
@@ -306,7 +308,7 @@ def _sections(file: _File, dialect: str | None, at: str | None) -> list[tuple[Di
         )
     if document.problem:
         raise ConfigError(document.problem)
-    written = [(of, path) for of, path in found if has_path(document.values, path)]
+    written = [(system, path) for system, path in found if has_path(document.values, path)]
     if not written:  # only in the value of an interpolation
         place = ".".join(map(str, found[0][1]))
         raise file.error(found[0][1], f"{place} stands behind an interpolation; write it out there")
@@ -315,9 +317,9 @@ def _sections(file: _File, dialect: str | None, at: str | None) -> list[tuple[Di
 
 def _own_system(file: _File, found: Sequence[tuple[Dialect, Path]]) -> Dialect:
     """Return the system that all sections of a file are for; it is the target unless another is given."""
-    own, *others = dict.fromkeys(of for of, _ in found)
+    own, *others = dict.fromkeys(system for system, _ in found)
     if others:
-        systems = " and ".join(of.target for of in (own, *others))
+        systems = " and ".join(system.target for system in (own, *others))
         raise file.error(found[0][1], f"here are sections of {systems}; choose one with --at, or say --to")
     return own
 
@@ -326,7 +328,7 @@ def _outermost(file: _File, found: list[tuple[Dialect, Path]]) -> list[tuple[Dia
     """Drop sections inside a mapping that another section replaces: that section's system reads them as its keys."""
     kept = list(found)
     for inner in found:
-        blocks = (of.replaced_block(file.section(of, path)) for of, path in kept if (of, path) != inner)
+        blocks = (system.replaced_block(file.section(system, path)) for system, path in kept if (system, path) != inner)
         if any(each is not None and each.entry and inner[1][: len(each.entry)] == each.entry for each in blocks):
             kept.remove(inner)
     return kept
@@ -334,7 +336,7 @@ def _outermost(file: _File, found: list[tuple[Dialect, Path]]) -> list[tuple[Dia
 
 def _refuse_unreadable(file: _File, dialects: Sequence[Dialect]) -> None:
     """Raise ConfigError if a section cannot be read: it is an unresolvable interpolation, or not a mapping."""
-    heads = {head for of in dialects if of.interpolates for head, _ in of.heads}
+    heads = {head for system in dialects if system.interpolates for head, _ in system.heads}
 
     def is_unreadable(path: Path, values: Mapping[str, Any], parent: Mapping[str, Any]) -> Path | None:
         return next(((*path, key) for key in values.keys() & heads if isinstance(values[key], str | list)), None)
@@ -355,8 +357,8 @@ def _sections_at(
     path: Path = tuple(int(part) if part.isdecimal() else part for part in at.split(".") if part)
     if not has_path(file.resolved.values, path):
         raise ConfigError(f"{file.document.name}:1:1: there is no {at}")
-    below = [(of, each) for of, each in found if each[: len(path)] == path]
-    if below or (below := [(of, each) for of, each in found if each != path and of.holder(path) == each]):
+    below = [(system, each) for system, each in found if each[: len(path)] == path]
+    if below or (below := [(system, each) for system, each in found if each != path and system.holder(path) == each]):
         return below
     if not isinstance(value_at(file.resolved.values, path), dict):
         raise file.error(path, f"{at} is not a mapping")
@@ -376,10 +378,10 @@ def _check(file: _File, found: Sequence[tuple[Dialect, Path]], target: Dialect) 
         if (
             isinstance(written, str)
             and value_at(file.resolved.written, path) != value_at(file.resolved.values, path)
-            and referred(document.values, written) is None
+            and referenced_mapping(document.values, written) is None
         ):
             raise file.error(path, f"{'.'.join(map(str, path))} is {written}; migrate what that holds")
-    is_new_file = any(of is not target and not (target.heads and document.takes_entries) for of, _ in found)
+    is_new_file = any(system is not target and not (target.heads and document.takes_entries) for system, _ in found)
     if is_new_file and len(found) > 1:
         places = ", ".join(".".join(map(str, path)) for _, path in found)
         raise ConfigError(
@@ -413,7 +415,7 @@ def _without_secrets(report: SectionReport, public: SectionReport) -> SectionRep
     return replace(report, findings=tuple(findings))
 
 
-def _placed(finding: Finding, file: _File, section: Path, after: str) -> Finding:
+def _with_location(finding: Finding, file: _File, section: Path, after: str) -> Finding:
     """Return the finding with file and line, also for a key outside the section."""
     key = tuple(finding.key.split("."))
     places = ((*section[:depth], *key) for depth in range(len(section), -1, -1))

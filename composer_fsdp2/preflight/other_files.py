@@ -14,8 +14,8 @@ from composer_fsdp2.migration.dialect import Dialect, Expression, Reading, Secti
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.dialects.composer.around import (
     around_of,
-    findings_beside,
     has_automatic_plan,
+    parallelism_findings,
     precision_of,
     tensor_degree,
 )
@@ -78,11 +78,11 @@ def read_other_file(file: RunFile, request: Request) -> tuple[nn.Module, Trainin
         is_own = is_config_only and request.model_config is None
         path = file.path if is_own else find_model_config(request.model_config, config.named)
         model = built(build_model(path, {key: file.values[key] for key in file.document.values} if is_own else {}))
-        config = _with_layers(config, model)
+        config = _with_model_units(config, model)
     if config.selective is not None:
         if isinstance(request.model, nn.Module):  # do not modify the caller's model
             model = copy.deepcopy(model)
-        config = replace(config, fsdp=_recompute_partly(model, config.fsdp, config.selective))
+        config = replace(config, fsdp=_apply_selective_recomputation(model, config.fsdp, config.selective))
     context = config.fsdp.get("context_parallel_degree") or 1
     num_shared = config.tensor_degree * (context if isinstance(context, int) else 1)
     batches = read_batches(
@@ -154,7 +154,9 @@ def _first_section(file: RunFile, world_size: int) -> _Config:
     dialect, path = found[0]
     around = values[dialect.name]
     section = Section.at(path, around)
-    config = _composers(section) if dialect is _COMPOSER else _translated(file, dialect, section, world_size)
+    config = (
+        _composer_config(section) if dialect is _COMPOSER else _translated_config(file, dialect, section, world_size)
+    )
     keys = [key.split(".") for key in _MODEL_KEYS]
     named = next((value_at(around, key) for key in keys if has_path(around, key)), None)
     several = f"the file has {len(found)} of them, and the first is planned"
@@ -162,11 +164,11 @@ def _first_section(file: RunFile, world_size: int) -> _Config:
     return replace(config, named=named if isinstance(named, str) else None, findings=(*config.findings, *findings))
 
 
-def _composers(section: Section) -> _Config:
+def _composer_config(section: Section) -> _Config:
     around = around_of(section)
     precision, problem = precision_of(around)
     findings = [problem] if problem else []
-    findings += [each for each in findings_beside(around) if each.outcome.blocks]
+    findings += [each for each in parallelism_findings(around) if each.outcome.blocks]
     degree, has_plan = tensor_degree(around), has_automatic_plan(around)
     if degree > 1 and not has_plan:
         key = "tp" if section.path[-2:-1] == ("parallelism_config",) else "tp_config"
@@ -191,7 +193,7 @@ def _composers(section: Section) -> _Config:
     )
 
 
-def _translated(file: RunFile, dialect: Dialect, section: Section, world_size: int) -> _Config:
+def _translated_config(file: RunFile, dialect: Dialect, section: Section, world_size: int) -> _Config:
     """The keys that ``migrate --to composer`` writes; settings that Composer lacks are in the findings."""
     reading = dialect.read(section)
     if reading.run is None:
@@ -205,7 +207,7 @@ def _translated(file: RunFile, dialect: Dialect, section: Section, world_size: i
     if is_budgeted:
         fields["activation_checkpointing"] = ActivationCheckpointing()
     expression = _COMPOSER.express(run.with_fields(fields))
-    findings = [each for each in _undecided(reading, expression) if not each.key.startswith(_MODE[0])]
+    findings = [each for each in _open_findings(reading, expression) if not each.key.startswith(_MODE[0])]
     if is_budgeted:
         reason = "which activations the compiler keeps is not known; all are counted"
         findings.append(assumed(".".join(_MODE), "memory_budget", reason, "selective or full names them"))
@@ -225,7 +227,7 @@ def _translated(file: RunFile, dialect: Dialect, section: Section, world_size: i
     )
 
 
-def _undecided(reading: Reading, expression: Expression) -> list[Finding]:
+def _open_findings(reading: Reading, expression: Expression) -> list[Finding]:
     """Findings that need a decision for any target, or change the sharding, beside settings that Composer lacks."""
     findings, _ = with_losses(reading.findings, expression.losses, reading, _COMPOSER)
     lost = {name for each in expression.losses if not each.is_kept for name in each.fields[:1]}
@@ -239,7 +241,7 @@ def _undecided(reading: Reading, expression: Expression) -> list[Finding]:
     return found
 
 
-def _with_layers(config: _Config, model: nn.Module) -> _Config:
+def _with_model_units(config: _Config, model: nn.Module) -> _Config:
     """Use a transformers model's own layers as units if the file does not select units."""
     fsdp, findings = dict(config.fsdp), []
     has_own_models = config.dialect.has_own_models  # their classes do not exist in transformers
@@ -263,7 +265,7 @@ def _with_layers(config: _Config, model: nn.Module) -> _Config:
     return replace(config, fsdp=fsdp, findings=(*config.findings, *findings))
 
 
-def _recompute_partly(model: nn.Module, fsdp: Mapping[str, Any], selective: str) -> Mapping[str, Any]:
+def _apply_selective_recomputation(model: nn.Module, fsdp: Mapping[str, Any], selective: str) -> Mapping[str, Any]:
     """Make the model's layers recompute selectively, as TorchTitan does; returns the remaining keys."""
     named = fsdp.get(_RECOMPUTED)
     classes = no_split_classes(model) if named == _LAYERS else set(named or ())

@@ -100,7 +100,7 @@ class RunFile:
             raise ConfigError(document.problem)
         if not isinstance(document.values, Mapping):
             raise ConfigError(f"{path}:1:1: this is {short(document.values)}, and no configuration")
-        deepspeed = with_settings(document, partial(read_named, path.parent), to="composer", alone=True)
+        deepspeed = with_settings(document, partial(read_named, path.parent), to="composer", allow_unreferenced=True)
         if deepspeed is not None:
             document = open_document(deepspeed.text, str(path), deepspeed.suffix)
         values = _overridden(resolve(document.values).values, overrides)

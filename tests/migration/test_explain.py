@@ -122,7 +122,7 @@ def test_names_are_unique_within_a_dialect():
     """A key's full path matches exactly one key of a dialect."""
     for each in all_keys():
         found = explain(each.places[0], dialect=each.dialect.name)
-        assert [other.row.name for other in found if not other.word] == [each.row.name]
+        assert [other.row.name for other in found if not other.queried_value] == [each.row.name]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def test_a_value_finds_the_keys_that_take_it():
         assert of_axolotl - {"final_state_dict_type"} == {key for dialect, key in keys if dialect == "huggingface"}, (
             asked
         )
-        assert all(each.word and each.value_outcomes for each in found), asked
+        assert all(each.queried_value and each.value_outcomes for each in found), asked
 
 
 def test_every_value_of_the_tables_is_found():
@@ -234,7 +234,7 @@ def test_every_value_of_the_tables_is_found():
             if not isinstance(value, str) or value in ("true", "false"):
                 continue
             name = each.dialect.name
-            found = [other for other in explain(value, dialect=name) if other.word and other.row is each.row]
+            found = [other for other in explain(value, dialect=name) if other.queried_value and other.row is each.row]
             assert [str(each.value) for each in found[0].value_outcomes if each.value != value] == [], (
                 each.places[0],
                 value,
@@ -246,21 +246,21 @@ def test_every_value_of_the_tables_is_found():
 
 def test_a_value_has_the_case_of_its_system():
     """A value in another case is shown in the case that the system accepts, ready to copy."""
-    assert [each.word for each in explain("SELECTIVE")] == ["selective"]
-    assert {each.dialect.name: each.word for each in explain("Full_Shard") if each.row.name != "fsdp"} == {
+    assert [each.queried_value for each in explain("SELECTIVE")] == ["selective"]
+    assert {each.dialect.name: each.queried_value for each in explain("Full_Shard") if each.row.name != "fsdp"} == {
         "composer": "Full_Shard",  # any case
         "huggingface": "Full_Shard",
         "axolotl": "Full_Shard",
         "fsdp": "Full_Shard",
     }
-    assert {each.word for each in explain("full_shard") if each.row.name == "fsdp"} == {"full_shard"}
-    assert {each.word for each in explain("FULL_SHARD") if each.row.name == "fsdp"} == {"full_shard"}
+    assert {each.queried_value for each in explain("full_shard") if each.row.name == "fsdp"} == {"full_shard"}
+    assert {each.queried_value for each in explain("FULL_SHARD") if each.row.name == "fsdp"} == {"full_shard"}
 
 
 def test_a_word_that_is_a_key_and_a_value_is_told_as_both():
     """The user may have meant either, so both are shown."""
     found = explain("memory_budget")
-    assert [(each.row.name, each.word) for each in found] == [
+    assert [(each.row.name, each.queried_value) for each in found] == [
         ("activation_checkpoint.memory_budget", ""),
         ("activation_checkpoint.mode", "memory_budget"),
     ]
@@ -282,7 +282,7 @@ def test_who_reads_a_key_is_told():
 def test_a_word_that_stands_beside_another_is_a_value():
     """``offload`` is valid in `fsdp: full_shard offload`, so `explain offload` must find it."""
     (found,) = explain("offload", dialect="huggingface")
-    assert found.word == "offload" and "full_shard offload" in found.value_outcomes[0].finding.reason
+    assert found.queried_value == "offload" and "full_shard offload" in found.value_outcomes[0].finding.reason
 
 
 # Values that a user might type, not those of the dialects' tables.

@@ -257,7 +257,7 @@ def references_in(text: str, root: Path = ()) -> Iterator[Path]:
         yield (*root, *(int(part) if part.isdecimal() else part for part in name.split(".")))
 
 
-def referred(values: Any, written: Any) -> Mapping[str, Any] | None:
+def referenced_mapping(values: Any, written: Any) -> Mapping[str, Any] | None:
     """Return the mapping that an interpolation refers to, directly or through others; None if it refers to none."""
     for _ in range(MAX_DEPTH):
         if not (isinstance(written, str) and _REFERENCE.fullmatch(written)):
@@ -394,7 +394,7 @@ class Document:
         if missing := replacements.keys() - values.keys():
             raise KeyError(f"{'.'.join(map(str, path))} has no {', '.join(sorted(missing))}")
         if path and self.written_as(path):
-            kept = with_references(values, referred(self.values, written))
+            kept = with_references(values, referenced_mapping(self.values, written))
             new = [(str(path[-1]), with_entries(kept, (), replacements, additions))]
             is_own = path[-1] in self.entry(path[:-1]).by_key
             return self.edit_mapping(path[:-1], {new[0][0]: new} if is_own else {}, () if is_own else new)

@@ -28,11 +28,11 @@ from composer_fsdp2.migration.dialects.composer.around import (
     Given,
     around_of,
     clipping_problem,
-    findings_beside,
-    foundrys,
+    foundry_model,
     implicit_findings,
-    open_training,
+    parallelism_findings,
     precision_of,
+    runtime_training_findings,
     set_by_foundry,
     tensor_degree,
     training_of,
@@ -81,8 +81,8 @@ class ComposerDialect(Dialect):
         unknown = [_unknown(name, value) for name, value in given.items() if name not in KEYS_BY_NAME]
         precision, problem = precision_of(around)
         problems = [each for each in (problem, clipping_problem(around)) if each is not None]
-        elsewhere = (*unknown, *problems, *findings_beside(around))
-        by_foundry = set_by_foundry(foundrys(around) or {}, given)
+        elsewhere = (*unknown, *problems, *parallelism_findings(around))
+        by_foundry = set_by_foundry(foundry_model(around) or {}, given)
         in_effect = known | {name: each.value for name, each in by_foundry.items()}
         degree = tensor_degree(around)
         read = partial(translate, precision=precision, device="cpu", tensor_parallel_degree=degree)
@@ -96,7 +96,7 @@ class ComposerDialect(Dialect):
             *elsewhere,
             *(finding for name, finding in by_foundry.items() if name not in given),
             *implicit_findings(section, around),
-            *open_training(around, training),
+            *runtime_training_findings(around, training),
         )
         if any(each.outcome.blocks for each in unknown) or problems or effective.blocking:
             return Reading(run=None, findings=findings, details=section)

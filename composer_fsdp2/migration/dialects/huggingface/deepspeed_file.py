@@ -186,12 +186,14 @@ class WithSettings:
         yield from self.findings
 
 
-def with_settings(document: Document, read: ReadsFile, *, to: str | None, alone: bool) -> WithSettings | None:
+def with_settings(
+    document: Document, read: ReadsFile, *, to: str | None, allow_unreferenced: bool
+) -> WithSettings | None:
     """Return a document's text with the settings of the DeepSpeed JSON that it references or is; None without a JSON.
 
     Args:
         to: Name of the target system; None is the document's own.
-        alone: Whether DeepSpeed's JSON is migrated without a file that references it.
+        allow_unreferenced: Whether DeepSpeed's JSON is migrated without a file that references it.
     Raises:
         ConfigError: the referenced file is not JSON, or accelerate rejects it; the message has file and line.
     """
@@ -200,7 +202,7 @@ def with_settings(document: Document, read: ReadsFile, *, to: str | None, alone:
         return None
     to = to or ("axolotl" if is_axolotls_deepspeed(values) else "accelerate")
     if is_deepspeeds(values):
-        return _from_json_alone(_Json(document=document, to=to)) if alone else None
+        return _from_json_alone(_Json(document=document, to=to)) if allow_unreferenced else None
     by_launcher = values.get("distributed_type") == "DEEPSPEED"
     path: Path = _NAMED if by_launcher else ("deepspeed",) if is_axolotls_deepspeed(values) else ()
     given = value_at(values, path) if path and has_path(values, path) else None

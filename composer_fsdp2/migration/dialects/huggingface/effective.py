@@ -235,19 +235,19 @@ _DERIVED: tuple[tuple[str, Sequence[Reader], Callable[[EffectiveConfig], Any]], 
 # Problems
 
 
-def _asks_for_size(config: EffectiveConfig) -> bool:
+def _sets_size(config: EffectiveConfig) -> bool:
     """Whether any number of parameters that is read is above 0."""
     numbers = map(config.value_of, config.keys_of("min_num_params"))
     return any(isinstance(number, int | float) and number > 0 for number in numbers)
 
 
-def _refuses_to_load(config: EffectiveConfig) -> bool:
+def _fails_to_load(config: EffectiveConfig) -> bool:
     """Whether the system raises because rank 0 alone loads the values and does not send them to other ranks.
 
     A Trainer compares text. accelerate's launcher treats any text as true, also for FSDP2, which reads only one of
     the two keys.
     """
-    values = {each.row.name: each.value for each in _checked(config) if each.row}
+    values = {each.row.name: each.value for each in _compared_keys(config) if each.row}
     loads = values.get("cpu_ram_efficient_loading", config["cpu_ram_efficient_loading"])
     syncs = values.get("sync_module_states", True)
     if config.reader is T1:
@@ -255,13 +255,13 @@ def _refuses_to_load(config: EffectiveConfig) -> bool:
     return config.reader in (A1, A2) and bool(loads) and not syncs
 
 
-def _checked(config: EffectiveConfig) -> Sequence[GivenKey]:
+def _compared_keys(config: EffectiveConfig) -> Sequence[GivenKey]:
     """Return the keys whose values the system compares; accelerate also compares those that FSDP2 does not use."""
     return [each for each in config.given if each.is_read or config.reader is A2]
 
 
 def _sync_key(config: EffectiveConfig) -> str:
-    keys = (each.key for each in reversed(_checked(config)) if each.row and each.row.name == "sync_module_states")
+    keys = (each.key for each in reversed(_compared_keys(config)) if each.row and each.row.name == "sync_module_states")
     return next(keys, "fsdp_config")
 
 
@@ -301,7 +301,7 @@ _PROBLEMS: tuple[tuple[Callable[[EffectiveConfig], Any], _Text, _Text], ...] = (
     (lambda config: config["auto_wrap_policy"] == "SIZE_BASED_WRAP" and config.reader not in TRAINERS
         and not config.key_of("min_num_params"), lambda config: config.key_of("auto_wrap_policy") or "fsdp_config",
         "SIZE_BASED_WRAP needs min_num_params, for which accelerate's default does not parse"),
-    (lambda config: config.reader is T1 and config.key_of("transformer_layer_cls_to_wrap") and _asks_for_size(config),
+    (lambda config: config.reader is T1 and config.key_of("transformer_layer_cls_to_wrap") and _sets_size(config),
         lambda config: config.key_of("min_num_params") or "",
         lambda config: f"it and {str(config.key_of('transformer_layer_cls_to_wrap')).split('.')[-1]} exclude each "
         "other; keep one"),
@@ -310,7 +310,7 @@ _PROBLEMS: tuple[tuple[Callable[[EffectiveConfig], Any], _Text, _Text], ...] = (
     (lambda config: config.reader in TRAINERS and config.around.get("max_grad_norm") is not None
         and not (INT.fits(config.around["max_grad_norm"]) or isinstance(config.around["max_grad_norm"], float)),
         "max_grad_norm", lambda config: f"a Trainer clips to a number, not to {config.around['max_grad_norm']!r}"),
-    (_refuses_to_load, _sync_key,
+    (_fails_to_load, _sync_key,
         lambda config: "all ranks but the first would train on random weights: cpu_ram_efficient_loading is "
         f"{_loading_text(config)}; set this to true, or cpu_ram_efficient_loading to false"),
     (lambda config: config.reader in TRAINERS and config["gradient_checkpointing"]

@@ -100,7 +100,13 @@ class HuggingFaceDialect(Dialect):
     title = "Hugging Face: Trainer and accelerate"
     rows: Sequence[Key] = tuple(row for row in ROWS if not row.read_by or not {X1, X2}.issuperset(row.read_by))
     limits: Sequence[Limitation] = LIMITS
-    words: Sequence[str] = ("fsdp", "distributed_type", "deepspeed_config", "reshard_after_forward", *OF_TRAINERS)
+    key_prefixes: Sequence[str] = (
+        "fsdp",
+        "distributed_type",
+        "deepspeed_config",
+        "reshard_after_forward",
+        *OF_TRAINERS,
+    )
     smallest: Mapping[Reader, Mapping[str, Any]] = _FILES
     readers: Sequence[str] = tuple(_FILES)
     written: Sequence[Written] = WRITTEN_BY_ACCELERATE
@@ -186,11 +192,11 @@ class HuggingFaceDialect(Dialect):
             return (*findings, *(each.finding for each in lost if each.is_fault))
         # A strategy that FSDP2 does not support is left unchanged.
         lost = lost or self.express(reading.run.without_training()).losses
-        found = [replace(each, finding=self._of_own(each, config)) for each in lost]
+        found = [replace(each, finding=self._adapted_finding(each, config)) for each in lost]
         findings, rest = with_losses(findings, found, reading, self)
         return (*findings, *rest, *_matching_findings(_OF_FSDP2, config))
 
-    def _of_own(self, loss: Loss, config: EffectiveConfig) -> Finding:
+    def _adapted_finding(self, loss: Loss, config: EffectiveConfig) -> Finding:
         """Return the finding of a loss, adapted to the section.
 
         The norm of a DeepSpeed section is lost in FSDP's; a file with degrees is for a release that reads them.
@@ -539,7 +545,7 @@ _IMPLICIT: Sequence[_Rule] = (
 # FSDP2 of the same system
 
 
-def _beside(key: str, outcome: Outcome, reason: str, hint: str) -> Callable[[EffectiveConfig], Finding]:
+def _neighbor_finding(key: str, outcome: Outcome, reason: str, hint: str) -> Callable[[EffectiveConfig], Finding]:
     """Return a function for the finding of a key beside the section."""
     return lambda config: Finding(key=key, value=config.around[key], outcome=outcome, reason=reason, hint=hint)
 
@@ -557,16 +563,17 @@ _OF_FSDP2: Sequence[_Rule] = (
         reason=VERSION_REASON, hint=VERSION_HINT, origin=Origin.LACKING)),
     # axolotl 0.12.2: check_fsdp2_* of utils/schemas/validation.py, check_auto_enable_lora_kernels of its config.py.
     ((X1,), lambda config: config.around.get("optimizer") in ("adamw_8bit", "adamw_bnb_8bit"),
-        _beside("optimizer", Outcome.NEEDS_DECISION, "axolotl refuses this optimizer with FSDP2",
+        _neighbor_finding("optimizer", Outcome.NEEDS_DECISION, "axolotl refuses this optimizer with FSDP2",
         "adamw_torch_8bit, which is torchao's; other 8-bit optimizers pass")),
     *(((X1,), lambda config, bits=bits: _bits(config) == bits and config["cpu_ram_efficient_loading"],
-        _beside(f"load_in_{bits}bit", Outcome.NEEDS_DECISION,
+        _neighbor_finding(f"load_in_{bits}bit", Outcome.NEEDS_DECISION,
         "axolotl refuses it with FSDP2 beside cpu_ram_efficient_loading",
         "fsdp_config.cpu_ram_efficient_loading: false, with which each rank reads the weights")) for bits in (4, 8)),
     ((X1,), lambda config: _bits(config) and config.around.get("rl") in ("dpo", "kto", "orpo", "ipo"),
-        _beside("rl", Outcome.NEEDS_DECISION, "axolotl refuses it with FSDP2 beside load_in_4bit or load_in_8bit",
+        _neighbor_finding("rl", Outcome.NEEDS_DECISION,
+        "axolotl refuses it with FSDP2 beside load_in_4bit or load_in_8bit",
         "train without quantization, or keep fsdp_version: 1")),
-    ((X1,), _makes_kernels, _beside("adapter", Outcome.APPROXIMATE,
+    ((X1,), _makes_kernels, _neighbor_finding("adapter", Outcome.APPROXIMATE,
         "with FSDP2 axolotl turns on its LoRA kernels, which it does not with FSDP1: the same numbers up to rounding",
         "lora_mlp_kernel, lora_qkv_kernel and lora_o_kernel: false keep them off")),
 )

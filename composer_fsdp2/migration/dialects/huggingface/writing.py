@@ -301,7 +301,7 @@ def _is_removed(given: GivenKey, new: Mapping[str, Any]) -> bool:
 def _fsdp_options(config: EffectiveConfig, strategy: ShardingStrategy, *, offloads: bool) -> str | list[str]:
     """Return the options of ``fsdp`` with another strategy, as text or list as in the file."""
     is_on = {strategy.name.lower(): True, "offload": offloads, "auto_wrap": config["auto_wrap_policy"] != "NO_WRAP"}
-    options = [option for option in is_on if is_on[option]]
+    options = [name for name in is_on if is_on[name]]
     return options if isinstance(config.around["fsdp"], list) else " ".join(options)
 
 
