@@ -285,7 +285,7 @@ def _translated_findings(
     target: Dialect,
     reading: Reading,
     expression: Expression,
-    beside: Sequence[Finding],
+    writing_findings: Sequence[Finding],
     lost: Sequence[Loss],
 ) -> tuple[Finding, ...]:
     """Return the findings of a section converted to another system's keys."""
@@ -309,7 +309,7 @@ def _translated_findings(
             for each in merged
         ),
         *rest,
-        *beside,
+        *writing_findings,
     )
 
 
@@ -339,15 +339,15 @@ def _dropped_finding(finding: Finding, target: Dialect) -> Finding:
 
 def _rest_of_file_finding(source: Dialect, target: Dialect) -> Finding:
     """Return a finding for the rest of a file, which its source system no longer uses."""
-    whose, new = (each.title.split(":")[0] for each in (source, target))
+    source_title, target_title = (each.title.split(":")[0] for each in (source, target))
     return Finding(
         key="the rest of the file",
         value="",
         outcome=Outcome.APPROXIMATE,
         target="as it is",
-        reason=f"the file has {new}'s keys for sharding now, and none of {whose}, whose other keys are left for you "
-        "to carry over",
-        hint=f"--to {source.target} writes the FSDP2 of {whose} in its place",
+        reason=f"the file has {target_title}'s keys for sharding now, and none of {source_title}, whose other keys are "
+        "left for you to carry over",
+        hint=f"--to {source.target} writes the FSDP2 of {source_title} in its place",
         origin=Origin.WRITING,
     )
 

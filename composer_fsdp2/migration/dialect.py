@@ -98,9 +98,9 @@ class Setting:
         same kind, else None.
         """
         first, kind = self.fields[:1], [kind_of(name) for name in self.fields[:1]]
-        same = (key for key, row in keys.items() if overlaps(first, decides(row)[:1]))
-        alike = (key for key, row in keys.items() if kind == [kind_of(name) for name in decides(row)[:1]])
-        return next(chain(same, alike), None)
+        same_field = (key for key, row in keys.items() if overlaps(first, decides(row)[:1]))
+        same_kind = (key for key, row in keys.items() if kind == [kind_of(name) for name in decides(row)[:1]])
+        return next(chain(same_field, same_kind), None)
 
 
 def overlaps(some: Iterable[str], others: Sequence[str]) -> bool:

@@ -99,7 +99,7 @@ class Explanation:
     def __str__(self) -> str:
         first, *others = self.places
         row, dialect = self.row, self.dialect
-        instead = [("instead", f"{way} ({reader})") for reader, way in dialect.instead(row).items()]
+        instead = [("instead", f"{equivalent} ({reader})") for reader, equivalent in dialect.instead(row).items()]
         values = [("value", self._outcome_text(each)) for each in self.value_outcomes]
         common = [("read by", "; ".join(self.read_by)), ("with", row.only_with), ("meant", row.meaning)]
         of_key = [

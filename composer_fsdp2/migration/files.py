@@ -442,11 +442,11 @@ def _replace(path: Path, text: str, *, like: Path | None) -> None:
         ConfigError: the file cannot be written; names this file, not the one that was read.
     """
     try:
-        with replacing(path, ending=f".{os.getpid()}.writing") as beside:
-            beside.write_bytes(text.encode())
+        with replacing(path, ending=f".{os.getpid()}.writing") as temporary:
+            temporary.write_bytes(text.encode())
             if like is not None:
                 with contextlib.suppress(PermissionError):  # only root may give a file away
-                    os.chown(beside, like.stat().st_uid, like.stat().st_gid)
-                shutil.copymode(like, beside)
+                    os.chown(temporary, like.stat().st_uid, like.stat().st_gid)
+                shutil.copymode(like, temporary)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error

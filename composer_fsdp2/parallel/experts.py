@@ -180,7 +180,7 @@ def needed_rows(layer: SplitExperts, module: nn.Module) -> dict[nn.Parameter, Ro
     return needed
 
 
-def problems_of_experts(plan: ShardingPlan) -> Iterator[str]:
+def expert_problems(plan: ShardingPlan) -> Iterator[str]:
     """Messages about expert layers in a plan that are not supported, or would train incorrectly."""
     units = {path: unit for unit in plan.units for path in unit.modules}
     specs = (spec for unit in plan.units for spec in (*unit.parameters, *unit.replicated))
@@ -327,14 +327,14 @@ def _layer_problems(module: nn.Module, layer: SplitExperts, settings: Mapping[st
             "dimension they stand one after the other; hold it in another module, or pass the layer unsplit"
         )
     for key in _MESH_KEYS:
-        if key in settings and not (layer.is_split and _is_rest_of(settings[key], layer.degree)):
+        if key in settings and not (layer.is_split and _has_same_experts(settings[key], layer.degree)):
             yield (
                 f"{layer.module} has a {key} of its own, {settings[key]}, which is not the rest of a mesh along which "
                 "its experts are split; leave it out"
             )
 
 
-def _is_rest_of(mesh: Any, degree: int) -> bool:
+def _has_same_experts(mesh: Any, degree: int) -> bool:
     """Whether the mesh contains the ranks with the same experts, for groups of ``degree`` consecutive ranks."""
     ranks = range(dist.get_rank() % degree, dist.get_world_size(), degree)
     return isinstance(mesh, DeviceMesh) and mesh.mesh.flatten().tolist() == list(ranks)

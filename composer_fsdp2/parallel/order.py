@@ -24,7 +24,7 @@ from composer_fsdp2._torch.capabilities import needs_even_shards
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.parallel.batches import make_batch_group, sync_random_states
-from composer_fsdp2.parallel.experts import problems_of_experts, start_experts
+from composer_fsdp2.parallel.experts import expert_problems, start_experts
 from composer_fsdp2.parallel.idle_experts import start_idle_experts
 from composer_fsdp2.parallel.idle_towers import start_idle_towers
 from composer_fsdp2.parallel.replicated_gradients import compare_replicated_gradients
@@ -47,7 +47,7 @@ def refuse_illegal(plan: ShardingPlan) -> None:
 
     Call this on all ranks with the same plan. Does not communicate.
     """
-    checks = (_nesting_problems, _tiling_problems, _layer_problems, problems_of_experts, _unit_problems)
+    checks = (_nesting_problems, _tiling_problems, _layer_problems, expert_problems, _unit_problems)
     if problems := [text for check in checks for text in check(plan)]:
         raise PlanError("\n".join(problems))
 

@@ -23,7 +23,7 @@ from composer_fsdp2.config.mesh import EXPERT_AXIS
 from composer_fsdp2.config.text import did_you_mean
 from composer_fsdp2.config.value import json_text
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.parallel.layer_plans import automatic_plan, matching_paths, problems_of_projections
+from composer_fsdp2.parallel.layer_plans import automatic_plan, matching_paths, projection_problems
 from composer_fsdp2.parallel.padded_styles import AddedPositions, padded
 from composer_fsdp2.sharding.agree import agree
 from composer_fsdp2.sharding.decide import refuse_sharded
@@ -102,7 +102,7 @@ def plan_parallelize(
     modules, uses = dict(model.named_modules(remove_duplicate=False)), parameter_uses(model)
     styles = _styles_by_path(modules, layer_plan, problems)
     placements = _placements(modules, uses, styles, degree, problems)
-    problems.extend(problems_of_projections(modules, styles, degree))
+    problems.extend(projection_problems(modules, styles, degree))
     if problems:
         raise PlanError("the layer plan of tensor parallelism does not fit the model:\n" + "\n".join(problems))
     added: AddedPositions = {}

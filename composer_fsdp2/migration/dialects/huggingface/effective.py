@@ -83,7 +83,7 @@ def given_keys(values: Mapping[str, Any], reader: Reader, *, is_file: bool) -> t
             found.append(_nested_key(str(name), str(name).removeprefix(PREFIX), value, SETTINGS, reader))
         elif name in MAPPINGS and isinstance(value, Mapping) and value:
             found += [_nested_key(f"{name}.{key}", str(key), each, name, reader) for key, each in value.items()]
-        elif (beside := _key_beside(name, value, reader, is_file=is_file)) is not None:
+        elif (beside := _top_level_key(name, value, reader, is_file=is_file)) is not None:
             found.append(beside)
     # Most readers ignore whether a key has the prefix, and the last one takes precedence.
     last = {(each.row.name, each.key in OLD_SIBLINGS): each.key for each in found if each.row and each.is_read}
@@ -95,10 +95,10 @@ def given_keys(values: Mapping[str, Any], reader: Reader, *, is_file: bool) -> t
     )
 
 
-def _key_beside(name: str, value: Any, reader: Reader, *, is_file: bool) -> GivenKey | None:
+def _top_level_key(name: str, value: Any, reader: Reader, *, is_file: bool) -> GivenKey | None:
     """Return a key that is not in a mapping; None for one that does not configure FSDP."""
-    usual = BY_PLACE.get((BESIDE, name))
-    row = OF_AXOLOTL.get(name, usual) if reader in AXOLOTL else usual
+    common_row = BY_PLACE.get((BESIDE, name))
+    row = OF_AXOLOTL.get(name, common_row) if reader in AXOLOTL else common_row
     if row is not None and reader in row.read_by:  # null is as good as absent to axolotl
         return GivenKey(key=name, value=value, row=row, is_read=value is not None or reader not in AXOLOTL)
     if name in OLD_SIBLINGS and reader in TRANSFORMERS:

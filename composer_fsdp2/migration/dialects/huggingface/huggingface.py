@@ -248,8 +248,8 @@ class HuggingFaceDialect(Dialect):
     def instead(self, row: Any) -> Mapping[str, str]:
         # A Trainer of transformers 4.51.3 ignores prefixed names, also those of keys that it reads without prefix.
         return {
-            reader.value: way
-            for reader, way in row.instead.items()
+            reader.value: equivalent
+            for reader, equivalent in row.instead.items()
             if reader in self.readers
             if reader is Reader.TRAINER_FSDP1 or reader not in row.read_by
         }
@@ -412,11 +412,11 @@ def _ignored_key_finding(finding: Finding, given: GivenKey, row: Key, config: Ef
     reason = f"{config.key_of(row.name)} says it again" if is_doubled else f"{reader.value} does not read it here"
     if error is None and (row.outcome is Outcome.UNNEEDED or _is_in_effect(setting, config.parsed[given.key], config)):
         return idle(finding, f"{reason}, but its value was in effect anyway")
-    way = f"{DEGREES_PREFIX}{row.name}" if row.group == DEGREES else row.instead.get(reader, "")
+    equivalent = f"{DEGREES_PREFIX}{row.name}" if row.group == DEGREES else row.instead.get(reader, "")
     effective = config[setting]
     in_effect = "the key was ignored" if effective in (None, "", (), []) else f"{_value_text(effective)} was in effect"
     if row.name in _OF_SPEED:  # no decision is needed
-        hint = f"it is read as {way}" if way and reader not in AXOLOTL else ""
+        hint = f"it is read as {equivalent}" if equivalent and reader not in AXOLOTL else ""
         text = f"{reason}: {in_effect}; no number depends on it"
         return replace(finding, outcome=Outcome.APPROXIMATE, target="as it ran", reason=text, hint=hint)
     if error is not None:
@@ -425,7 +425,7 @@ def _ignored_key_finding(finding: Finding, given: GivenKey, row: Key, config: Ef
         return undecided(finding, f"{reason}, and held", "as trained: remove it; as written: remove the other")
     if reader is X1 and row.name == "sync_module_states":
         reason = "axolotl passes it on from 0.12 on; before"
-    how = f" (as {way})" if way else ""
+    how = f" (as {equivalent})" if equivalent else ""
     return undecided(
         finding, f"{reason}: {in_effect}", f"as trained: remove it; as written: set it where it is read{how}"
     )

@@ -164,11 +164,11 @@ def rewritten(section: Section, config: EffectiveConfig, run: RunConfig) -> list
     beside: _Replacements = {}
     place = next((name for name in ("fsdp_config", "distributed_type") if name in given), "fsdp")
     if config.reader is T1:
-        beside = _beside_of_trainer(given, config, new)
+        beside = _trainer_replacements(given, config, new)
     is_edited = isinstance(given.get("fsdp_config"), Mapping) and bool(given["fsdp_config"])
     if config.reader is X1:
         is_edited = not all(_is_removed(each, {}) for each in settings_keys.values())
-        beside = _beside_of_axolotl(given, is_whole=not is_edited)
+        beside = _axolotl_replacements(given, is_whole=not is_edited)
         place = next(iter(beside))
     if not is_edited:
         _append(beside, given, place, "fsdp_config", dict(_entries(new, config)))
@@ -203,7 +203,7 @@ def _deepspeed_edits(section: Section, run: RunConfig) -> list[MappingEdit]:
     return [MappingEdit(path=section.path, replacements=replacements)]
 
 
-def _beside_of_trainer(given: Mapping[str, Any], config: EffectiveConfig, new: dict[str, Any]) -> _Replacements:
+def _trainer_replacements(given: Mapping[str, Any], config: EffectiveConfig, new: dict[str, Any]) -> _Replacements:
     """Return the changes to a Trainer's arguments, and move the older ones into the new settings."""
     beside: _Replacements = {name: [] for name in OLD_SIBLINGS if name in given}
     for name in (name.removeprefix(PREFIX) for name in beside):
@@ -215,7 +215,7 @@ def _beside_of_trainer(given: Mapping[str, Any], config: EffectiveConfig, new: d
     return beside
 
 
-def _beside_of_axolotl(given: Mapping[str, Any], *, is_whole: bool) -> _Replacements:
+def _axolotl_replacements(given: Mapping[str, Any], *, is_whole: bool) -> _Replacements:
     """Return FSDP2's version in the place of FSDP1's keys, the first of which is replaced.
 
     Args:
