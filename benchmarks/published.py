@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from composer_fsdp2.estimate.planned_step import Memory, PlannedStep
 from composer_fsdp2.estimate.step import Kind
-from composer_fsdp2.preflight.planned import Questions, plan_step
+from composer_fsdp2.preflight.planned import StepOptions, plan_step
 from composer_fsdp2.preflight.read_run import read_run
 from composer_fsdp2.preflight.selective import recompute_by_operator, recompute_every
 
@@ -197,7 +197,7 @@ def _planned(run: Published, file: dict[str, Any], folder: Path, **model: Any) -
     path.write_text(yaml.safe_dump(file))
     sizes: dict[str, Any] = {"microbatch": run.microbatch, "sequence": run.tokens} if model else {}
     found = read_run(path, world_size=run.gpus, **model, **sizes)
-    return plan_step(found, run.model, Questions(memory=Memory(given_bytes=run.gib * GIB)))
+    return plan_step(found, run.model, StepOptions(memory=Memory(given_bytes=run.gib * GIB)))
 
 
 def _llama(config: LlamaConfig, run: Published) -> nn.Module:

@@ -78,7 +78,7 @@ def before_event(state: State, event: Event) -> None:
         compared.microbatches.clear()  # left from an attempt that ran out of memory
     elif event is Event.AFTER_TRAIN_BATCH and compared.microbatches is not None:
         parts, compared.microbatches = [part for each in compared.microbatches for part in each], None
-        check_values(parts, block.group, what="the first batch's forward", ways_out=_SAME_WHEN_READ)
+        check_values(parts, block.group, what="the first batch's forward", alternatives=_SAME_WHEN_READ)
 
 
 def after_event(state: State, event: Event) -> None:
@@ -93,7 +93,7 @@ def after_event(state: State, event: Event) -> None:
     if event in compared.due and event in _BATCHES:
         compared.due.remove(event)
         if block.check and event is Event.AFTER_DATALOADER:
-            check_values(batch_values(state.batch), block.group, what=_BATCHES[event], ways_out=_SAME_WHEN_READ)
+            check_values(batch_values(state.batch), block.group, what=_BATCHES[event], alternatives=_SAME_WHEN_READ)
             compared.microbatches = []
     elif event is Event.BEFORE_FORWARD and compared.microbatches is not None:
         # Compared later: a rank may run out of memory here, and the other ranks would hang in a comparison.

@@ -257,7 +257,7 @@ def _object_or_folder(source: _Store, name: str, folder: Path, tried: list[str])
             return None
         if (layout := recognized(file)) is None:
             return _Found(name=name, local=file)
-        others = set(layout.files_beside(file)) - {file}
+        others = set(layout.checkpoint_files(file)) - {file}
         return _Found(name=name, local=file, located=Located(file, layout), missing=tuple(sorted(others)))
 
     def try_folder() -> _Found | None:

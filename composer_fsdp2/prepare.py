@@ -235,7 +235,7 @@ def _plan_parallelize(
     if not layer_plan:
         return by_script
     num_shards = mesh.shard_degree if mesh.is_resolved else 1
-    return plan_parallelize(model, layer_plan, mesh.tensor_degree, num_shards, not_automatic=of_experts)
+    return plan_parallelize(model, layer_plan, mesh.tensor_degree, num_shards, excluded_paths=of_experts)
 
 
 def apply_plan(model: nn.Module, plan: ShardingPlan) -> None:

@@ -22,7 +22,7 @@ from support.network import network_refused
 
 from composer_fsdp2.migration.migrate import migrate_text
 from composer_fsdp2.migration.paths import value_at
-from composer_fsdp2.preflight.planned import Questions, plan_step
+from composer_fsdp2.preflight.planned import StepOptions, plan_step
 from composer_fsdp2.preflight.preflight_run import PreflightRun
 from composer_fsdp2.preflight.read_run import read_run
 
@@ -338,7 +338,7 @@ def test_a_step_is_planned_with_its_activations(name: str, read: Any):
     """All of ``plan`` for such a file, from a replacement for flash attention to four tied weights."""
     pair = (f"{name}-fsdp1.yaml", f"{name}-fsdp2.yaml")
     with network_refused():
-        step = plan_step(read(pair)[1], "run.yaml", Questions())
+        step = plan_step(read(pair)[1], "run.yaml", StepOptions())
     assert json.loads(json.dumps(step.to_json()))["per_rank"]["activations_bytes"] > 0
 
 

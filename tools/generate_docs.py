@@ -37,27 +37,31 @@ def keys_table(dialect: str, *groups: str) -> Iterator[str]:
         row = each.row
         read_by = [_readers(each)] if reads else []
         plain = [row.elsewhere] if elsewhere else []
-        fate = _fate(row.outcome, row.reason, row.hint)
-        yield _line(_key(each), each.default_text(quote="`"), _meaning(each), *read_by, fate, row.target, *plain)
+        value_outcome = _outcome_text(row.outcome, row.reason, row.hint)
+        yield _line(
+            _key(each), each.default_text(quote="`"), _meaning(each), *read_by, value_outcome, row.target, *plain
+        )
 
 
 def values_table(dialect: str) -> Iterator[str]:
     """The values whose outcome differs from their key's, except ``UNNEEDED`` ones."""
     yield from _table("key", "value", "under FSDP2", "FSDP2 target")
     for each in all_keys(dialect):
-        for fate in each.fates:
-            found = fate.finding
+        for value_outcome in each.value_outcomes:
+            found = value_outcome.finding
             if found.outcome not in (each.row.outcome, Outcome.UNNEEDED):
-                readers = f" ({'; '.join(fate.readers)})" if fate.readers != each.read_by else ""
-                told = _fate(found.outcome, found.reason, found.hint)
-                yield _line(f"`{each.row.name}`", f"`{value_text(fate.value)}`{readers}", told, found.target)
+                readers = f" ({'; '.join(value_outcome.readers)})" if value_outcome.readers != each.read_by else ""
+                outcome_text = _outcome_text(found.outcome, found.reason, found.hint)
+                yield _line(
+                    f"`{each.row.name}`", f"`{value_text(value_outcome.value)}`{readers}", outcome_text, found.target
+                )
 
 
 def implicit_table(dialect: str) -> Iterator[str]:
     """The settings of a dialect's runs that have no key."""
     yield from _table("what", "under FSDP2", "FSDP2 target")
     for finding in implicit_settings(dialect)[dialect]:
-        yield _line(finding.key, _fate(finding.outcome, finding.reason, finding.hint), finding.target)
+        yield _line(finding.key, _outcome_text(finding.outcome, finding.reason, finding.hint), finding.target)
 
 
 def parts_table(rows: Iterable[trainer_parts.Row]) -> Iterator[str]:
@@ -104,7 +108,7 @@ def _meaning(each: Explanation) -> str:
     return row.meaning + (f"; read with `{row.only_with}` only" if row.only_with else "")
 
 
-def _fate(outcome: Outcome, reason: str, hint: str) -> str:
+def _outcome_text(outcome: Outcome, reason: str, hint: str) -> str:
     return f"**{outcome.value}**" + (f": {reason}" if reason else "") + (f" ({hint})" if hint else "")
 
 

@@ -151,10 +151,10 @@ def _layout(model: nn.Module, units: dict[str, str], inventory: CheckpointInvent
     layout: _Layout = {}
     for path in units:
         start, parts = 0, list[_Slice]()
-        taken: set[nn.Parameter] = set()  # in this unit; FSDP1 flattened a shared parameter into each unit
+        seen: set[nn.Parameter] = set()  # in this unit; FSDP1 flattened a shared parameter into each unit
         for name, parameter in _parameters(modules[path], path, nested):
-            if parameter not in taken:
-                taken.add(parameter)
+            if parameter not in seen:
+                seen.add(parameter)
                 others = (other for other in all_names[parameter] if other != name and _unit_of(other, units) == path)
                 parts.append(_Slice(start, (name, *others), tuple(parameter.shape)))
                 start += parameter.numel()

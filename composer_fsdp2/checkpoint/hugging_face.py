@@ -21,7 +21,7 @@ from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.dtypes import dtype_name
 
 _CONFIG = "config.json"
-_BESIDE = (".json", ".txt", ".model", ".jinja")  # of config and tokenizer
+_OTHER_SUFFIXES = (".json", ".txt", ".model", ".jinja")  # of config and tokenizer
 
 # Names of the matrix that is tied to the embedding. from_pretrained ties it again.
 _OUTPUT_EMBEDDINGS = ("lm_head.weight", "lm_head.decoder.weight", "embed_out.weight", "predictions.decoder.weight")
@@ -32,12 +32,12 @@ class HuggingFaceForm:
     """The files of a model folder that ``from_pretrained`` loads.
 
     Args:
-        beside: The files besides the weights: config.json and the tokenizer's.
+        other_files: The files besides the weights: config.json and the tokenizer's.
         left_out: Files that are not written, with the reason.
     """
 
     config: dict[str, Any]
-    beside: dict[str, bytes]
+    other_files: dict[str, bytes]
     left_out: tuple[str, ...]
 
 
@@ -62,7 +62,7 @@ def hugging_face_form(inventory: CheckpointInventory, dtype: torch.dtype | None)
     name = _architecture(value_at(integration, ("model", "config", "class")))
     if not config.get("architectures") and name is not None:
         config["architectures"] = [name]
-    beside = {_CONFIG: _as_json(config, dtype)}
+    other_files = {_CONFIG: _as_json(config, dtype)}
     left_out = []
     tokenizer = value_at(integration, ("tokenizer",))
     for name, file in (tokenizer if isinstance(tokenizer, Mapping) else {}).items():
@@ -70,8 +70,8 @@ def hugging_face_form(inventory: CheckpointInventory, dtype: torch.dtype | None)
         if isinstance(content, str):
             left_out.append(f"tokenizer file {name!r}: {content}")
         else:
-            beside[_file_name(name, file)] = content
-    return HuggingFaceForm(config=config, beside=beside, left_out=tuple(left_out))
+            other_files[_file_name(name, file)] = content
+    return HuggingFaceForm(config=config, other_files=other_files, left_out=tuple(left_out))
 
 
 def _architecture(full_name: Any) -> str | None:
@@ -99,14 +99,14 @@ def form_of_folder(folder: Path, dtype: torch.dtype | None) -> HuggingFaceForm:
     Args:
         dtype: As in ``hugging_face_form``.
     """
-    names = [path for path in sorted(folder.iterdir()) if path.suffix in _BESIDE and path.is_file()]
-    beside = {path.name: path.read_bytes() for path in names if not path.name.endswith(".safetensors.index.json")}
+    names = [path for path in sorted(folder.iterdir()) if path.suffix in _OTHER_SUFFIXES and path.is_file()]
+    other_files = {path.name: path.read_bytes() for path in names if not path.name.endswith(".safetensors.index.json")}
     config = read_json(folder / _CONFIG)
     if not isinstance(config, dict):
         raise CheckpointError(f"{folder / _CONFIG}: holds no configuration")
     if dtype is not None:
-        beside[_CONFIG] = _as_json(config, dtype)
-    return HuggingFaceForm(config=config, beside=beside, left_out=())
+        other_files[_CONFIG] = _as_json(config, dtype)
+    return HuggingFaceForm(config=config, other_files=other_files, left_out=())
 
 
 def _file_name(name: str, file: Mapping[str, Any]) -> str:
@@ -161,12 +161,12 @@ def without_ties(weights: Mapping[str, Slot], config: Mapping[str, Any] | None) 
         slot = weights[name]
         record = slot.source
         assert isinstance(record, TensorRecord)
-        twin = known.first(record, copies=may_tie and _is_output(name) and len(slot.shape) == 2)
-        if twin is None:
+        tied_name = known.first(record, copies=may_tie and _is_output(name) and len(slot.shape) == 2)
+        if tied_name is None:
             kept[name] = slot
             known.add(name, record)
         else:
-            left_out.append(f"{name} (tied to {twin})")
+            left_out.append(f"{name} (tied to {tied_name})")
     return {name: slot for name, slot in weights.items() if name in kept}, left_out
 
 

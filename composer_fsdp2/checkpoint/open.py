@@ -60,7 +60,7 @@ class Located:
     @property
     def files(self) -> list[Path]:
         """All files of the checkpoint, including those next to the path. Does not read metadata."""
-        others = self.path.rglob("*") if self.path.is_dir() else self.layout.files_beside(self.path)
+        others = self.path.rglob("*") if self.path.is_dir() else self.layout.checkpoint_files(self.path)
         return [file for file in sorted({self.path, *others}) if file.is_file()]
 
 
@@ -198,7 +198,7 @@ def _pointed_to(file: Path) -> Path | None:
         return None
     if _URI.match(text):
         raise NotACheckpointError(f"{file}: points to {text}, which is not on this machine")
-    target = _beside(file, Path(text).parts)
+    target = _relative_target(file, Path(text).parts)
     if target is None:
         if is_declared:
             raise NotACheckpointError(f"{file}: points to {text}, which is not beside it")
@@ -208,7 +208,7 @@ def _pointed_to(file: Path) -> Path | None:
     return target
 
 
-def _beside(file: Path, parts: tuple[str, ...]) -> Path | None:
+def _relative_target(file: Path, parts: tuple[str, ...]) -> Path | None:
     """The target of a relative path in the file's folder, or in a parent folder whose name starts the path.
 
     Composer writes paths relative to the bucket: run/checkpoints/ep0-ba3, in run/checkpoints.
@@ -330,7 +330,7 @@ def inventory_of(located: Located, *, trust: bool = False) -> CheckpointInventor
             inventory = read(Folder(located.path, located.fetch), trust)
         else:
             inventory = located.layout.read(located.path, trust)
-            _refuse_repeats(inventory)
+            _refuse_repeated_views(inventory)
     if packed is not None:
         files = ((packed, packed.stat().st_size),)
         inventory = inventory.replaced(path=packed, layout=f"{inventory.layout}, packed", files=files, compressed=True)
@@ -354,7 +354,7 @@ def located_copy(located: Located, file: Path) -> Located:
     if layout is None or layout.unpack is not None:
         raise CheckpointError(f"{located.path}: what is packed in it is {unrecognized(file)}")
     with as_errors_of(located.path, file):
-        if len(layout.files_beside(file)) > 1:
+        if len(layout.checkpoint_files(file)) > 1:
             raise CheckpointError(
                 f"{file}: one rank's part of a checkpoint, packed; unpack the files of all ranks into one folder first"
             )
@@ -400,7 +400,7 @@ def together(decide: Callable[[], T], fingerprint: Callable[[T], str] = lambda _
 
     The other ranks wait in a collective, so ``decide`` should take no more than seconds.
     """
-    return agree(_with_our_errors(decide), fingerprint, CheckpointError)
+    return agree(_raising_checkpoint_errors(decide), fingerprint, CheckpointError)
 
 
 def long_together(work: Callable[[], T], what: str, *, ranks: Collection[int] | None = None) -> T:
@@ -409,7 +409,7 @@ def long_together(work: Callable[[], T], what: str, *, ranks: Collection[int] | 
     Returns:
         The result of ``work``; None on a rank that is not in ``ranks``.
     """
-    return long_work(_with_our_errors(work), what, ranks=ranks, error_type=CheckpointError)  # type: ignore[return-value]
+    return long_work(_raising_checkpoint_errors(work), what, ranks=ranks, error_type=CheckpointError)  # type: ignore[return-value]
 
 
 def once_per_host(work: Callable[[], T], what: str, firsts: Sequence[int]) -> T:
@@ -451,7 +451,7 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def _with_our_errors(work: Callable[[], T]) -> Callable[[], T]:
+def _raising_checkpoint_errors(work: Callable[[], T]) -> Callable[[], T]:
     def attempt() -> T:
         try:
             return work()
@@ -465,11 +465,11 @@ def _with_our_errors(work: Callable[[], T]) -> Callable[[], T]:
 
 # A tensor may be a view that repeats its storage, and several may be views of one storage; but all tensors of a
 # checkpoint are hardly larger than its files.
-_REPEATS = 8
+_MAX_REPEATS = 8
 
 
-def _refuse_repeats(inventory: CheckpointInventory) -> None:
+def _refuse_repeated_views(inventory: CheckpointInventory) -> None:
     """Raise if tensors would take far more memory than the files have bytes, as views of the same bytes do."""
     num_bytes = sum(record.num_bytes for record in (*inventory.tensors.values(), *inventory.nested.values()))
-    budget = Budget.of(inventory.path, more_bytes=_REPEATS * inventory.num_bytes)
+    budget = Budget.of(inventory.path, more_bytes=_MAX_REPEATS * inventory.num_bytes)
     budget.spend(f"its tensors, views of the same bytes, of {num_bytes} bytes", num_bytes=num_bytes)

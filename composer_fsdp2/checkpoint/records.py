@@ -53,9 +53,9 @@ def damage_of(blob: Blob, ranges: Iterable[Range]) -> str | None:
     found = sorted(set(ranges))
     try:
         if any(after[0] < before[1] for before, after in itertools.pairwise(found)):
-            crc32, unlike = _compared(blob, found)
-            if unlike is not None:
-                return f"bytes {unlike[0]} to {unlike[1]} changed after they were read"
+            crc32, changed = _compared(blob, found)
+            if changed is not None:
+                return f"bytes {changed[0]} to {changed[1]} changed after they were read"
         else:
             crc32 = _joined(blob, found)
     except (CheckpointError, OSError) as error:
@@ -84,8 +84,8 @@ def _compared(blob: Blob, ranges: Sequence[Range]) -> tuple[int, Range | None]:
         for data in _slices(blob, start, end):
             crc32 = zlib.crc32(data, crc32)
         up_to[end] = crc32
-    unlike = (each for each in ranges if up_to[each[1]] ^ shifted(up_to[each[0]], each[1] - each[0]) != each[2])
-    return crc32, next(unlike, None)
+    changed = (each for each in ranges if up_to[each[1]] ^ shifted(up_to[each[0]], each[1] - each[0]) != each[2])
+    return crc32, next(changed, None)
 
 
 def _slices(blob: Blob, start: int, end: int) -> Iterator[bytes]:

@@ -50,13 +50,13 @@ def mapped(value: Any, leaf: Callable[[Any, EntryPath], Any], path: EntryPath = 
     Named tuples are leaves.
     """
     if isinstance(value, dict):
-        return _of_class_of(value, {key: mapped(part, leaf, (*path, key)) for key, part in value.items()})
+        return _with_class_of(value, {key: mapped(part, leaf, (*path, key)) for key, part in value.items()})
     if type(value) in (list, tuple):
         return type(value)(mapped(part, leaf, (*path, number)) for number, part in enumerate(value))
     return leaf(value, path)
 
 
-def _of_class_of(like: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
+def _with_class_of(like: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
     """Convert ``parts`` to an OrderedDict, a Counter or a defaultdict with the same factory, if ``like`` is one."""
     if type(like) is dict or not isinstance(like, dict):
         return parts
@@ -90,7 +90,7 @@ def fitted(found: Any, live: Any) -> Any:
             own = own_keys.get(str(key), key)
             parts[own] = fitted(part, live.get(own))
         parts |= {key: copy.deepcopy(part) for key, part in live.items() if key not in parts and is_leafless(part)}
-        return _of_class_of(live, parts)
+        return _with_class_of(live, parts)
     if isinstance(live, list) and isinstance(found, list):
         rest = live[len(found) :]
         return [

@@ -24,11 +24,11 @@ class Explain(Command):
     Exit code: 0, or 2 if no dialect has it.
     """
 
-    asked: Annotated[
+    query: Annotated[
         str | None,
         typer.Argument(
             metavar="KEY|VALUE",
-            autocompletion=explaining.beginning_with,
+            autocompletion=explaining.names_with_prefix,
             help="As in a file: KEY, PATH.KEY, a VALUE such as HYBRID_SHARD, or KEY=VALUE.",
         ),
     ] = None
@@ -45,14 +45,14 @@ class Explain(Command):
     json_schema: Annotated[bool, schema_option("composer_fsdp2.migration.explain")] = False
 
     def __post_init__(self) -> None:
-        if (self.asked is None) != self.everything:
+        if (self.query is None) != self.everything:
             raise typer.BadParameter("give a KEY or a VALUE, or --all")
 
     def __call__(self) -> None:
-        answer = _answer(self.asked, self.dialect)
+        answer = _answer(self.query, self.dialect)
         if self.as_json:
             print_json(answer.to_json())
-        elif self.asked is not None:
+        elif self.query is not None:
             for number, key in enumerate(answer.keys):
                 print_report(f"\n{key}" if number else str(key))
         else:
@@ -62,22 +62,22 @@ class Explain(Command):
             refuse(answer.error)
 
 
-def _answer(asked: str | None, dialect: str | None) -> Answer:
+def _answer(query: str | None, dialect: str | None) -> Answer:
     if dialect is not None and dialect not in EXPLAINED:
         return Answer(error=f"unknown dialect {printable(dialect)}; choose one of {', '.join(EXPLAINED)}")
-    if asked is None:
+    if query is None:
         return Answer(keys=explaining.all_keys(dialect), implicit=explaining.implicit_settings(dialect))
-    found = explaining.explain(asked, dialect=dialect)
+    found = explaining.explain(query, dialect=dialect)
     if found:
         return Answer(keys=found)
-    near = explaining.nearest(asked, dialect=dialect)
-    return Answer(near=near, error=_unknown(asked, dialect, near))
+    near = explaining.nearest(query, dialect=dialect)
+    return Answer(near=near, error=_unknown(query, dialect, near))
 
 
-def _unknown(asked: str, dialect: str | None, near: dict[str, list[str]]) -> str:
-    whose = "no dialect has" if dialect is None else f"{dialect} does not have"
-    lines = [f"{whose} {printable(asked) or 'a key without a name'}"]
-    others = dict.fromkeys(each.dialect.name for each in explaining.explain(asked)) if dialect else {}
+def _unknown(query: str, dialect: str | None, near: dict[str, list[str]]) -> str:
+    subject = "no dialect has" if dialect is None else f"{dialect} does not have"
+    lines = [f"{subject} {printable(query) or 'a key without a name'}"]
+    others = dict.fromkeys(each.dialect.name for each in explaining.explain(query)) if dialect else {}
     if others:
         lines.append(f"  found in: {', '.join(others)}")
     lines += [f"  similar in {name}: {', '.join(names)}" for name, names in near.items()]

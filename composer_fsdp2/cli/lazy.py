@@ -33,9 +33,9 @@ class Verb:
         command = getattr(importlib.import_module(f"{__package__}.{self.file}"), self.name.capitalize())
         # typer keeps line breaks; with one line per paragraph it wraps at the terminal's width.
         text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")
-        alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        alone.command(self.name, help=text, **self.settings)(typer_function(command))
-        return typer.main.get_command(alone)
+        single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        single.command(self.name, help=text, **self.settings)(typer_function(command))
+        return typer.main.get_command(single)
 
 
 def lazy_typer(*verbs: Verb, **settings: Any) -> typer.Typer:

@@ -41,8 +41,8 @@ def interruptible() -> Iterator[None]:
 
     is_main = threading.current_thread() is threading.main_thread()  # other threads cannot set handlers
     numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
-    heeded = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # ignored under nohup
-    before = {number: signal.signal(number, interrupt) for number in heeded}
+    handled = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # ignored under nohup
+    previous = {number: signal.signal(number, interrupt) for number in handled}
     try:
         yield
     except Exception as error:
@@ -50,5 +50,5 @@ def interruptible() -> Iterator[None]:
             raise KeyboardInterrupt from error
         raise
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)

@@ -140,15 +140,15 @@ class Plan(Command):
 
     def machine(self) -> Machine | None:
         """Return the speeds of the GPU in --gpu, overridden by other options; None without any of these options."""
-        of_gpu = GPUS[self.gpu.value] if self.gpu else Machine()
+        gpu_speeds = GPUS[self.gpu.value] if self.gpu else Machine()
         machine = replace(
-            of_gpu,
-            flops=of_gpu.flops if self.flops is None else parse_flops(self.flops, "--flops"),
-            fp8_flops=of_gpu.fp8_flops if self.flops is None else None,
-            intra_bytes_per_s=of_gpu.intra_bytes_per_s
+            gpu_speeds,
+            flops=gpu_speeds.flops if self.flops is None else parse_flops(self.flops, "--flops"),
+            fp8_flops=gpu_speeds.fp8_flops if self.flops is None else None,
+            intra_bytes_per_s=gpu_speeds.intra_bytes_per_s
             if self.intra is None
             else parse_bandwidth(self.intra, "--intra-gbps"),
-            inter_bytes_per_s=of_gpu.inter_bytes_per_s
+            inter_bytes_per_s=gpu_speeds.inter_bytes_per_s
             if self.inter is None
             else parse_bandwidth(self.inter, "--inter-gbps"),
         )
@@ -203,26 +203,28 @@ def _answer(options: Plan) -> tuple[Callable[[], str], int]:
     world_sizes = options.world_sizes()
     _refuse_several(options, len(world_sizes))
     machine = options.machine()
-    _keep_what_is_read(options)
-    how = options.reading()
+    _refuse_overwrites(options)
+    arguments = options.reading()
 
-    def plan(file: str, how: Mapping[str, Any]) -> tuple[PreflightRun, PlannedStep]:
+    def plan(file: str, arguments: Mapping[str, Any]) -> tuple[PreflightRun, PlannedStep]:
         # Imported here: wrong options are refused before torch is imported.
         from composer_fsdp2.estimate.planned_step import Memory
-        from composer_fsdp2.preflight.planned import Questions, plan_step
+        from composer_fsdp2.preflight.planned import StepOptions, plan_step
         from composer_fsdp2.preflight.read_run import read_run
 
-        run = read_run(file, **how)
-        questions = Questions(
+        run = read_run(file, **arguments)
+        step_options = StepOptions(
             memory=Memory(given_bytes=memory, reserve=reserve) if memory is not None else None,
             machine=machine,
             counts_activations=not options.no_activations,
         )
-        return run, plan_step(run, file, questions)
+        return run, plan_step(run, file, step_options)
 
     if len(world_sizes) > 1:
-        return _several(options, plan, {size: how | {"world_size": size} for size in world_sizes if size is not None})
-    return _one(options, plan, how | {"world_size": world_sizes[0]}, machine)
+        return _plan_several(
+            options, plan, {size: arguments | {"world_size": size} for size in world_sizes if size is not None}
+        )
+    return _plan_one(options, plan, arguments | {"world_size": world_sizes[0]}, machine)
 
 
 def _refuse_several(options: Plan, num_world_sizes: int) -> None:
@@ -234,21 +236,23 @@ def _refuse_several(options: Plan, num_world_sizes: int) -> None:
         raise ConfigError(f"{files[0]} is a file; --against {files[0]} plans it beside {options.file}")
     if num_world_sizes > 1 and options.against is not None:
         raise ConfigError("--against compares two plans; give one --world-size")
-    of_one = {"--html": options.html, "--trace": options.trace, "--suggest": options.suggest}
-    asked = [name for name, value in of_one.items() if value]
-    if asked and (num_world_sizes > 1 or options.against is not None):
-        raise ConfigError(f"{asked[0]} takes one plan; give one --world-size, and no --against")
+    single_plan_options = {"--html": options.html, "--trace": options.trace, "--suggest": options.suggest}
+    given = [name for name, value in single_plan_options.items() if value]
+    if given and (num_world_sizes > 1 or options.against is not None):
+        raise ConfigError(f"{given[0]} takes one plan; give one --world-size, and no --against")
 
 
-def _several(options: Plan, plan: PlanFile, hows: Mapping[int, Mapping[str, Any]]) -> tuple[Callable[[], str], int]:
+def _plan_several(
+    options: Plan, plan: PlanFile, arguments_by_world_size: Mapping[int, Mapping[str, Any]]
+) -> tuple[Callable[[], str], int]:
     """Plan each world size. If the file does not allow a world size, its row in the table is the error."""
     from composer_fsdp2.estimate.side_by_side import several_exit_code, several_json, several_text
 
     steps: dict[int, PlannedStep | str] = {}
     errors: list[ComposerFSDP2Error] = []
-    for world_size, how in hows.items():
+    for world_size, arguments in arguments_by_world_size.items():
         try:
-            steps[world_size] = plan(options.file, how)[1]
+            steps[world_size] = plan(options.file, arguments)[1]
         except ComposerFSDP2Error as error:
             errors.append(error)
             steps[world_size] = " ".join(str(error).split())
@@ -258,20 +262,22 @@ def _several(options: Plan, plan: PlanFile, hows: Mapping[int, Mapping[str, Any]
     return text, several_exit_code(steps)
 
 
-def _one(
-    options: Plan, plan: PlanFile, how: Mapping[str, Any], machine: Machine | None
+def _plan_one(
+    options: Plan, plan: PlanFile, arguments: Mapping[str, Any], machine: Machine | None
 ) -> tuple[Callable[[], str], int]:
     with contextlib.ExitStack() as files:  # fails before any planning if they cannot be written
         html, trace = (path and files.enter_context(_file(path)) for path in (options.html, options.trace))
-        run, step = plan(options.file, how)
+        run, step = plan(options.file, arguments)
         edits = (
-            _suggested(run, step, step.memory, options.file, how, machine) if options.suggest and step.memory else None
+            _suggestions(run, step, step.memory, options.file, arguments, machine)
+            if options.suggest and step.memory
+            else None
         )
         if html is not None:
             from composer_fsdp2.estimate.html import plan_page
 
-            said = edits.explain() if edits is not None else ""
-            html.write_text(plan_page(step, said, _made_by()), encoding="utf-8")
+            suggestions = edits.explain() if edits is not None else ""
+            html.write_text(plan_page(step, suggestions, _provenance()), encoding="utf-8")
         if trace is not None:
             from composer_fsdp2.estimate.chrome_trace import chrome_trace
 
@@ -279,31 +285,36 @@ def _one(
     from composer_fsdp2.estimate.plan_text import plan_text
     from composer_fsdp2.estimate.side_by_side import against_json, against_text
 
-    other = plan(options.against, {**how, "overrides": ()})[1] if options.against is not None else None
+    other = plan(options.against, {**arguments, "overrides": ()})[1] if options.against is not None else None
     if options.as_json:
-        beside = {"against": against_json(step, other)} if other is not None else {}
-        answer = step.to_json() | {"suggestions": edits and edits.to_json()} | beside
+        comparison = {"against": against_json(step, other)} if other is not None else {}
+        answer = step.to_json() | {"suggestions": edits and edits.to_json()} | comparison
         return partial(json.dumps, answer, indent=2), step.exit_code
     if other is not None:
         return partial(against_text, step, other), step.exit_code
     return lambda: "\n".join([plan_text(step), *([edits.explain()] if edits else [])]), step.exit_code
 
 
-def _made_by() -> str:
+def _provenance() -> str:
     """Return the command line, the version and the date, to print on the HTML page."""
     command = shlex.join(["composer-fsdp2", *sys.argv[1:]])
     return f"{command} (composer-fsdp2 {composer_fsdp2.__version__}, {datetime.date.today()})"
 
 
-def _suggested(
-    run: PreflightRun, step: PlannedStep, memory: Memory, file: str, how: Mapping[str, Any], machine: Machine | None
+def _suggestions(
+    run: PreflightRun,
+    step: PlannedStep,
+    memory: Memory,
+    file: str,
+    arguments: Mapping[str, Any],
+    machine: Machine | None,
 ) -> SuggestedEdits:
     from rich.console import Console
 
     from composer_fsdp2.preflight.suggested_edits import replanning, suggest_edits
 
     status = Console(stderr=True).status("looking for the fastest settings that fit")  # silent without a terminal
-    with status, replanning(file, **how) as replan:
+    with status, replanning(file, **arguments) as replan:
         return suggest_edits(
             run,
             step,
@@ -312,21 +323,21 @@ def _suggested(
             replan=replan,
             memory_bytes=memory.usable_bytes,
             machine=with_assumed_speeds(machine, memory.given_bytes),
-            decided={"microbatch_size": "--microbatch sets them"} if how["microbatch"] else None,
+            decided={"microbatch_size": "--microbatch sets them"} if arguments["microbatch"] else None,
         )
 
 
-def _keep_what_is_read(options: Plan) -> None:
+def _refuse_overwrites(options: Plan) -> None:
     """Raise ConfigError if an output would overwrite an input or another output."""
     config = options.model_config
     read = (options.file, *((config, f"{config}/config.json") if config else ()))
-    taken = set(map(os.path.realpath, read))
+    used = set(map(os.path.realpath, read))
     for path in (options.html, options.trace):
         if path is None:
             continue
-        if (real := os.path.realpath(path)) in taken:
+        if (real_path := os.path.realpath(path)) in used:
             raise ConfigError(f"{path} cannot be written: it is an input or output already; use another name")
-        taken.add(real)
+        used.add(real_path)
 
 
 @contextlib.contextmanager
@@ -337,10 +348,10 @@ def _file(path: Path) -> Iterator[Path]:
         raise ConfigError(f"{path} is a folder; use a file name")
     if path.exists() and not path.is_file():
         raise ConfigError(f"{path} is a device or a pipe; use a file name (a complete file is renamed to it)")
-    with replacing(path) as beside:
+    with replacing(path) as temporary:
         try:
-            beside.touch()
-            beside.unlink()
+            temporary.touch()
+            temporary.unlink()
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
-        yield beside
+        yield temporary

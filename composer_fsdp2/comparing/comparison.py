@@ -57,7 +57,7 @@ def compare(options: Options, output: Path | None, show: Show) -> Outcome:
         else:
             if options.load_path:
                 hashes["checkpoint"] = checkpoint_hash(options.load_path, check)
-            found = _judged(runs, options, folder if output else None)
+            found = _result_fields(runs, options, folder if output else None)
         if runs:
             hashes["data"] = data_hash(runs[0])
         outcome = Outcome(options=options, runs=tuple(runs), versions=versions(), hashes=hashes, **found)
@@ -66,7 +66,7 @@ def compare(options: Options, output: Path | None, show: Show) -> Outcome:
     return outcome
 
 
-def _judged(runs: Sequence[RunRecord], options: Options, folder: Path | None) -> dict[str, Any]:
+def _result_fields(runs: Sequence[RunRecord], options: Options, folder: Path | None) -> dict[str, Any]:
     """The outcome's fields that follow from the runs."""
     try:
         quantities, causes = judge(runs, tolerance=options.tolerance)

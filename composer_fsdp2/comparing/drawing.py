@@ -8,7 +8,7 @@ from typing import Any
 from composer_fsdp2.comparing.judging import relative
 from composer_fsdp2.comparing.run_record import RunRecord
 
-_LEAST = 1e-9  # where a difference of 0 is drawn
+_MIN_DIFFERENCE = 1e-9  # where a difference of 0 is drawn
 _STYLES: Sequence[dict[str, Any]] = (
     {"color": "tab:gray", "linewidth": 5, "alpha": 0.5},
     {"color": "tab:blue", "marker": "o", "markersize": 3},
@@ -34,8 +34,8 @@ def draw(path: Path, runs: Sequence[RunRecord]) -> str:
             top.plot(batches, values, label=run.title, **style)
             if number:
                 expected = (getattr(each, what) for each in runs[0].batches)
-                apart = [max(_LEAST, relative(*pair)) for pair in zip(values, expected, strict=False)]
-                bottom.plot(batches[: len(apart)], apart, label=run.title, **style)
+                differences = [max(_MIN_DIFFERENCE, relative(*pair)) for pair in zip(values, expected, strict=False)]
+                bottom.plot(batches[: len(differences)], differences, label=run.title, **style)
         top.set_title(f"{what.replace('_', ' ')}, by batch")
         bottom.set_yscale("log")
         bottom.set_xlabel("batch")

@@ -78,7 +78,8 @@ def _names(name: str, flat: _Flat | None) -> list[str]:
     return [each for each, _ in flat.contents] if flat and flat.contents else [canonical(name)]
 
 
-_HOW_IT_RUNS = {"params", "foreach", "fused", "capturable", "differentiable"}  # does not affect the result of a step
+# These do not affect the result of a step.
+_IMPLEMENTATION_OPTIONS = {"params", "foreach", "fused", "capturable", "differentiable"}
 
 
 def _numbers(group: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -87,7 +88,7 @@ def _numbers(group: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         if isinstance(value, list | tuple):
             values = {f"{name}.{place}": each for place, each in enumerate(value)}
         for each, number in values.items():
-            if name not in _HOW_IT_RUNS and _is_number(number):
+            if name not in _IMPLEMENTATION_OPTIONS and _is_number(number):
                 yield each, float(number)
 
 
@@ -115,7 +116,7 @@ def full_tensors(
                 shards[kind, name] = value
             elif _is_number(value):
                 numbers |= {(kind, each): float(value) for each in _names(name, layout)}
-    of_ranks = _from_all(list(shards))
+    of_ranks = _all_gather(list(shards))
     for key in dict.fromkeys(key for of_rank in of_ranks for key in of_rank):
         kind, name = key
         shard = shards.get(key)
@@ -130,16 +131,16 @@ def full_tensors(
         else:
             yield key, _on_cpu(gather_full_tensor(shard) if isinstance(shard, DTensor) else shard)
     # The value of the lowest rank that has one: FSDP1 has no state on ranks without elements of the parameter.
-    for key, number in {key: each for of_rank in _from_all(numbers)[::-1] for key, each in of_rank.items()}.items():
+    for key, number in {key: each for of_rank in _all_gather(numbers)[::-1] for key, each in of_rank.items()}.items():
         yield key, torch.tensor([number], dtype=torch.float64)
     buffers = {canonical(name): buffer for name, buffer in model.named_buffers()} if has_buffers else {}
-    for name in dict.fromkeys(name for names in _from_all(list(buffers)) for name in names):
+    for name in dict.fromkeys(name for names in _all_gather(list(buffers)) for name in names):
         yield (BUFFER, name), _concatenated(buffers.get(name), range(dist.get_world_size()))
 
 
 def _concatenated(own: torch.Tensor | None, ranks: Iterable[int]) -> torch.Tensor:
     """Gather the tensors of the ranks that have one, and concatenate them. Called on all ranks."""
-    of_ranks = _from_all(None if own is None else _on_cpu(local_tensor(own)))
+    of_ranks = _all_gather(None if own is None else _on_cpu(local_tensor(own)))
     return torch.cat([of_ranks[rank] for rank in ranks if of_ranks[rank] is not None])
 
 
@@ -168,7 +169,7 @@ def _flat_parameters(model: nn.Module) -> dict[int, _Flat]:
     return found
 
 
-def _from_all(value: Any) -> list[Any]:
+def _all_gather(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

@@ -59,8 +59,8 @@ class Quantity(Value):
         """The sort key of ``judge``, which reports the largest. An infinite limit has the largest."""
         if self.limit == math.inf:
             return (math.inf, math.inf)
-        beyond = self.distance / self.limit if self.limit else math.inf
-        return (beyond if self.distance else 0.0, self.distance)
+        ratio = self.distance / self.limit if self.limit else math.inf
+        return (ratio if self.distance else 0.0, self.distance)
 
 
 def judge(runs: Sequence[RunRecord], *, tolerance: float = TOLERANCE) -> tuple[tuple[Quantity, ...], tuple[str, ...]]:
@@ -71,12 +71,12 @@ def judge(runs: Sequence[RunRecord], *, tolerance: float = TOLERANCE) -> tuple[t
     Returns:
         The quantities, and sentences about the recognized causes of a difference.
     """
-    judged = {name: _judged(name, runs, tolerance) for name in _MEASURES}
-    worst = {name: max(each, key=lambda quantity: quantity.excess) for name, each in judged.items()}
+    all_quantities = {name: _quantities(name, runs, tolerance) for name in _MEASURES}
+    worst = {name: max(each, key=lambda quantity: quantity.excess) for name, each in all_quantities.items()}
     quantities = {
         name: replace(each, worst="") if each.is_same and not each.distance else each for name, each in worst.items()
     }
-    causes = tuple(_causes(runs, quantities, judged))
+    causes = tuple(_causes(runs, quantities, all_quantities))
     is_same = all(quantity.is_same for quantity in quantities.values())
     unknown = () if is_same else ("no cause was recognized: see where each quantity is worst",)
     return tuple(quantities.values()), causes or unknown
@@ -99,7 +99,7 @@ def relative(value: float, of: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Apart:
+class _Distance:
     """The distance of two runs in one batch or tensor.
 
     Args:
@@ -114,7 +114,7 @@ class _Apart:
     detail: str = ""
 
 
-def _judged(name: str, runs: Sequence[RunRecord], tolerance: float) -> list[Quantity]:
+def _quantities(name: str, runs: Sequence[RunRecord], tolerance: float) -> list[Quantity]:
     """Compare one quantity. Each batch or tensor has its own limit.
 
     [Note: noise floors] The noise floor is the distance between runs on FSDP1. Each tensor has its own floor, so that
@@ -122,10 +122,10 @@ def _judged(name: str, runs: Sequence[RunRecord], tolerance: float) -> list[Quan
     batch: two noisy runs need not differ in the same batch, and noise in later batches must not hide a difference in an
     earlier one.
     """
-    first, fsdp2, *again = runs
+    first, fsdp2, *repetitions = runs
     measure = _MEASURES[name]
     floors: dict[str, float] = {}
-    for run in again:
+    for run in repetitions:
         largest = 0.0
         for each in measure(first, run):
             largest = max(largest, each.distance) if name in (LOSSES, NORMS) else each.distance
@@ -133,7 +133,7 @@ def _judged(name: str, runs: Sequence[RunRecord], tolerance: float) -> list[Quan
     found = measure(first, fsdp2)
     # If the distance between runs on FSDP1 is infinite, FSDP2 cannot be judged.
     unbounded = floors.keys() - {each.place for each in found}
-    found += [_Apart(0.0, place) for place in floors if place in unbounded and floors[place] == math.inf]
+    found += [_Distance(0.0, place) for place in floors if place in unbounded and floors[place] == math.inf]
     quantities = []
     for each in found:
         floor = floors.get(each.place, 0.0)
@@ -151,10 +151,10 @@ def _judged(name: str, runs: Sequence[RunRecord], tolerance: float) -> list[Quan
     return quantities
 
 
-def _data(first: RunRecord, other: RunRecord) -> list[_Apart]:
+def _data_distance(first: RunRecord, other: RunRecord) -> list[_Distance]:
     """The share of batches that differ."""
     if len(first.batches) != len(other.batches):
-        return [_Apart(math.inf, detail=f"{len(other.batches)} batches, {len(first.batches)} on {first.title}")]
+        return [_Distance(math.inf, detail=f"{len(other.batches)} batches, {len(first.batches)} on {first.title}")]
     places = [
         f"batch {ours.batch} of rank {rank}"
         for theirs, ours in _pairs(first, other)
@@ -162,12 +162,12 @@ def _data(first: RunRecord, other: RunRecord) -> list[_Apart]:
         if digests[0] != digests[1]
     ]
     share = len(places) / max(1, len(first.batches) * first.num_ranks)
-    return [_Apart(share, detail=and_more(places))] if places else [_Apart(0.0)]
+    return [_Distance(share, detail=and_more(places))] if places else [_Distance(0.0)]
 
 
-def _settings(first: RunRecord, other: RunRecord) -> list[_Apart]:
+def _setting_distances(first: RunRecord, other: RunRecord) -> list[_Distance]:
     """Compare the numeric options of the optimizers for each parameter, before the first batch and after the last."""
-    found = [_Apart(0.0)]
+    found = [_Distance(0.0)]
     for when, title in (("settings", ""), ("last_settings", " after the last batch")):
         theirs, ours = (
             {
@@ -183,28 +183,28 @@ def _settings(first: RunRecord, other: RunRecord) -> list[_Apart]:
             if distance := relative(values[1], values[0]):
                 shown = ["none" if math.isnan(value) else f"{value:g}" for value in values]
                 detail = f": {shown[1]}, {shown[0]} on {first.title}"
-                found.append(_Apart(distance, f"{key[0]} of {key[1]}{title}", detail=detail))
+                found.append(_Distance(distance, f"{key[0]} of {key[1]}{title}", detail=detail))
     return found
 
 
-def _of_batches(what: str, first: RunRecord, other: RunRecord) -> list[_Apart]:
+def _batch_distances(what: str, first: RunRecord, other: RunRecord) -> list[_Distance]:
     found = []
     for number, (batch, ours) in enumerate(_pairs(first, other), 1):
         expected, value = getattr(batch, what), getattr(ours, what)
         # The first gradient norms in fp16 are NaN, until the scaler has found its scale.
         is_scaling = first.precision == "amp_fp16" and math.isnan(expected) and math.isnan(value)
         distance = 0.0 if is_scaling else relative(value, expected)
-        found.append(_Apart(distance, f"batch {ours.batch}", number))
-    return found or [_Apart(math.inf)]
+        found.append(_Distance(distance, f"batch {ours.batch}", number))
+    return found or [_Distance(math.inf)]
 
 
-def _of_tensors(when: str, is_of: Callable[[str], bool], first: RunRecord, other: RunRecord) -> list[_Apart]:
-    found = [_Apart(0.0)]
+def _tensor_distances(when: str, matches: Callable[[str], bool], first: RunRecord, other: RunRecord) -> list[_Distance]:
+    found = [_Distance(0.0)]
     for each in getattr(other, when):
-        if is_of(each.kind):
+        if matches(each.kind):
             owner = {"first": first.title, "this": other.title}.get(each.only_in)
             detail = f", which {owner} alone has" if owner else ""
-            found.append(_Apart(each.distance, each.title, len(other.batches) if when == "end" else 0, detail))
+            found.append(_Distance(each.distance, each.title, len(other.batches) if when == "end" else 0, detail))
     return found
 
 
@@ -212,15 +212,15 @@ DATA, START, SETTINGS = "data", "state before the first batch", "optimizer setti
 LOSSES, NORMS = "losses", "gradient norms before clipping"
 PARAMETERS, OPTIMIZER = "parameters after the last batch", "optimizer state after the last batch"
 BUFFERS = "buffers after the last batch"
-_MEASURES: Mapping[str, Callable[[RunRecord, RunRecord], list[_Apart]]] = {
-    DATA: _data,
-    START: partial(_of_tensors, "start", lambda kind: True),
-    SETTINGS: _settings,
-    LOSSES: partial(_of_batches, "loss"),
-    NORMS: partial(_of_batches, "gradient_norm"),
-    PARAMETERS: partial(_of_tensors, "end", lambda kind: kind == PARAMETER),
-    OPTIMIZER: partial(_of_tensors, "end", lambda kind: kind not in (PARAMETER, BUFFER)),
-    BUFFERS: partial(_of_tensors, "end", lambda kind: kind == BUFFER),
+_MEASURES: Mapping[str, Callable[[RunRecord, RunRecord], list[_Distance]]] = {
+    DATA: _data_distance,
+    START: partial(_tensor_distances, "start", lambda kind: True),
+    SETTINGS: _setting_distances,
+    LOSSES: partial(_batch_distances, "loss"),
+    NORMS: partial(_batch_distances, "gradient_norm"),
+    PARAMETERS: partial(_tensor_distances, "end", lambda kind: kind == PARAMETER),
+    OPTIMIZER: partial(_tensor_distances, "end", lambda kind: kind not in (PARAMETER, BUFFER)),
+    BUFFERS: partial(_tensor_distances, "end", lambda kind: kind == BUFFER),
 }
 
 
@@ -233,18 +233,18 @@ def _pairs(first: RunRecord, other: RunRecord) -> Iterable[tuple[BatchRecord, Ba
 
 
 def _causes(
-    runs: Sequence[RunRecord], found: Mapping[str, Quantity], judged: Mapping[str, Sequence[Quantity]]
+    runs: Sequence[RunRecord], found: Mapping[str, Quantity], all_quantities: Mapping[str, Sequence[Quantity]]
 ) -> Iterator[str]:
-    first, fsdp2, *again = runs
-    for each in again:
-        if (apart := _data(first, each)[0]).distance:
-            where = f"{each.title} trained on other data than {first.title} ({apart.detail})"
+    first, fsdp2, *repetitions = runs
+    for each in repetitions:
+        if (difference := _data_distance(first, each)[0]).distance:
+            where = f"{each.title} trained on other data than {first.title} ({difference.detail})"
             yield f"{where}: the file draws others each time"
     if not found[DATA].is_same:
         yield f"the two did not train on the same data: {found[DATA].worst}"
         return
     if not found[START].is_same:
-        yield _of_start(first, fsdp2, found[START])
+        yield _start_cause(first, fsdp2, found[START])
     if not found[SETTINGS].is_same:
         yield f"FSDP2's optimizer was set otherwise: {found[SETTINGS].worst}"
     for op, what in {"all_gather": "parameters are gathered", "reduce_scatter": "gradients are reduced"}.items():
@@ -256,10 +256,10 @@ def _causes(
     if not found[NORMS].is_same and (scale := _scale(first, fsdp2)):
         yield f"FSDP2's gradients are {scale:.6g} times FSDP1's in every batch: the gradient scale differs"
     if not (found[LOSSES].is_same and found[NORMS].is_same):
-        yield _of_first_batch(runs, judged)
+        yield _first_batch_cause(runs, all_quantities)
 
 
-def _of_start(first: RunRecord, fsdp2: RunRecord, start: Quantity) -> str:
+def _start_cause(first: RunRecord, fsdp2: RunRecord, start: Quantity) -> str:
     state = [each for each in fsdp2.start if each.kind != PARAMETER]
     if state and all(each.only_in == "first" for each in state):
         return (
@@ -279,19 +279,21 @@ def _scale(first: RunRecord, fsdp2: RunRecord) -> float:
     return ratios[0] if abs(ratios[0] / statistics.median(ratios) - 1) < 0.1 else 0.0
 
 
-_OF_BATCHES = {
+_BATCH_MEASURES = {
     LOSSES: ("loss", "the loss", "forward"),
     NORMS: ("gradient_norm", "the gradient norm", "backward, or the reduction of gradients"),
 }
 
 
-def _of_first_batch(runs: Sequence[RunRecord], judged: Mapping[str, Sequence[Quantity]]) -> str:
-    first, fsdp2, *again = runs
+def _first_batch_cause(runs: Sequence[RunRecord], all_quantities: Mapping[str, Sequence[Quantity]]) -> str:
+    first, fsdp2, *repetitions = runs
     for number, (theirs, ours) in enumerate(_pairs(first, fsdp2)):
-        for name, (what, title, where) in _OF_BATCHES.items():
-            expected, quantity = getattr(theirs, what), judged[name][number]
+        for name, (what, title, where) in _BATCH_MEASURES.items():
+            expected, quantity = getattr(theirs, what), all_quantities[name][number]
             if quantity.limit == math.inf:
-                values = ((getattr(run.batches[number], what), run.title) for run in again if number < len(run.batches))
+                values = (
+                    (getattr(run.batches[number], what), run.title) for run in repetitions if number < len(run.batches)
+                )
                 value, run_title = next(each for each in values if relative(each[0], expected) == math.inf)
                 return (
                     f"FSDP1 does not repeat: {title} of batch {theirs.batch} is {value:.9g} on {run_title}, "

@@ -75,8 +75,8 @@ class Outcome(Value):
     def summary(self) -> str:
         """A few lines; on a terminal, as wide as that."""
         width = text_width(sys.maxsize)
-        told = [self.headline, *(f"  {each}" for each in self.causes)]
-        lines = [line for each in told for line in _wrapped(each, width, indent=4)]
+        paragraphs = [self.headline, *(f"  {each}" for each in self.causes)]
+        lines = [line for each in paragraphs for line in _wrapped(each, width, indent=4)]
         tables = (self._quantity_rows(), self._throughput_rows())
         return "\n".join([*lines, *(line for rows in tables for line in ("", *_aligned(rows, width)))])
 
@@ -93,10 +93,10 @@ class Outcome(Value):
             yield _table(self._quantity_rows())
             yield self.picture or "![Losses, gradient norms and their differences](report.png)"
         if self.runs:
-            yield from self._of_runs()
+            yield from self._run_paragraphs()
         yield "## What was compared"
         yield (
-            f"`{self._command}`: {self.options.batches} batches from "
+            f"`{self._command_line}`: {self.options.batches} batches from "
             f"{f'the checkpoint {self.options.load_path}' if self.options.load_path else 'its own start'}, seed "
             f"{self.options.seed}, tolerance {self.options.tolerance:g}."
         )
@@ -105,7 +105,7 @@ class Outcome(Value):
         yield "## Signed"
         yield _list([f"{who}: ______________________  date: ____________" for who in ("compared by", "accepted by")])
 
-    def _of_runs(self) -> Iterator[str]:
+    def _run_paragraphs(self) -> Iterator[str]:
         yield "## Batches"
         yield _table(self._batch_rows())
         if len(self.runs) > 1:
@@ -119,7 +119,7 @@ class Outcome(Value):
         yield "## Time, memory and collectives"
         yield _table(self._throughput_rows())
         yield f"Memory of a rank is {self.runs[0].memory_is}. {_TIMED}"
-        yield from self._of_counted_batch()
+        yield from self._prediction_paragraphs()
         yield "## Settings that the comparison replaced"
         overrides = (f"`{o.name}`: {o.used}, given {o.given}: {o.why}" for run in self.runs for o in run.overrides)
         notes = (f"{run.title}: {note}" for run in self.runs for note in run.notes)
@@ -147,9 +147,9 @@ class Outcome(Value):
     def _tensor_rows(self) -> Iterator[list[str]]:
         """The parameters, buffers and optimizer state with the largest distances, for each run."""
         for run in self.runs[1:]:
-            apart = sorted((each for each in run.end if each.distance), key=lambda each: -each.distance)
-            parts = [[each for each in apart if each.kind == kind] for kind in (PARAMETER, BUFFER)]
-            parts.append([each for each in apart if each.kind not in (PARAMETER, BUFFER)])
+            differing = sorted((each for each in run.end if each.distance), key=lambda each: -each.distance)
+            parts = [[each for each in differing if each.kind == kind] for kind in (PARAMETER, BUFFER)]
+            parts.append([each for each in differing if each.kind not in (PARAMETER, BUFFER)])
             for each in (each for part in parts for each in part[:_WORST]):
                 yield [run.title, f"`{each.title}`", _number(each.distance), _number(each.largest)]
 
@@ -162,7 +162,7 @@ class Outcome(Value):
             seconds = f"{timed.median_s:.4g} s"
             yield [run.title, str(run.num_units), seconds, interval, f"{timed.samples_per_s:.4g}", memory]
 
-    def _of_counted_batch(self) -> Iterator[str]:
+    def _prediction_paragraphs(self) -> Iterator[str]:
         """Collectives and memory beside their prediction."""
         fsdp2 = next((run for run in self.runs if run.engine == "FSDP2"), None)
         predicted = fsdp2.prediction if fsdp2 else Prediction()
@@ -174,18 +174,21 @@ class Outcome(Value):
         if predicted.reason:
             yield f"No prediction stands beside them: {predicted.reason}."
         elif fsdp2:
-            rests_on = f"it rests on {predicted.rests_on}" if predicted.rests_on else "in the plan's own order of units"
-            yield f"{_COUNTED}; {rests_on}."
+            basis = f"it rests on {predicted.rests_on}" if predicted.rests_on else "in the plan's own order of units"
+            yield f"{_COUNTED}; {basis}."
             yield "" if fsdp2.state_bytes else _NOT_COUNTED
             yield _list(predicted.notes)
 
     @property
-    def _command(self) -> str:
-        asked = self.options
-        words = ["composer-fsdp2", "compare", asked.file, "-n", str(asked.num_ranks), "--batches", str(asked.batches)]
-        words += ["--load-path", asked.load_path] if asked.load_path else []
-        words += ["--tolerance", f"{asked.tolerance:g}"] if asked.tolerance != TOLERANCE else []
-        return shlex.join([*words, *(["--"] if asked.arguments and not asked.is_yaml else []), *asked.arguments])
+    def _command_line(self) -> str:
+        options = self.options
+        arguments = ["composer-fsdp2", "compare", options.file]
+        arguments += ["-n", str(options.num_ranks), "--batches", str(options.batches)]
+        arguments += ["--load-path", options.load_path] if options.load_path else []
+        arguments += ["--tolerance", f"{options.tolerance:g}"] if options.tolerance != TOLERANCE else []
+        return shlex.join(
+            [*arguments, *(["--"] if options.arguments and not options.is_yaml else []), *options.arguments]
+        )
 
 
 _HOW = (

@@ -63,7 +63,7 @@ class Reference:
             if key in missing:
                 del missing[key]
                 reference = self._read(key)
-                found.append(_distance(key, reference, tensor, self._explained(key, reference, learning_rates)))
+                found.append(_distance(key, reference, tensor, self._rounding_bounds(key, reference, learning_rates)))
             else:
                 found.append(_without_counterpart(key, tensor.numel(), "this"))
         return (*found, *(_without_counterpart(key, self._read(key).numel(), "first") for key in missing))
@@ -72,7 +72,7 @@ class Reference:
         tensor: torch.Tensor = torch.load(self._paths[key])
         return tensor
 
-    def _explained(self, key: Key, reference: torch.Tensor, learning_rates: float) -> torch.Tensor | None:
+    def _rounding_bounds(self, key: Key, reference: torch.Tensor, learning_rates: float) -> torch.Tensor | None:
         """For each element, the largest difference that rounding can cause.
 
         Zero except where the gradient is no larger than its rounding error. None if it is unknown.
@@ -83,12 +83,12 @@ class Reference:
         sizes, rounding = _SIZES[kind](self._read((kind, key[1]))), _ROUNDING * self._largest[kind]
         if sizes.numel() != reference.numel() or not math.isfinite(rounding):
             return None
-        of_kinds = {
+        bounds = {
             PARAMETER: 2 * _STEP * learning_rates,
             "exp_avg": 2 * _MOMENTUM * rounding,
             "exp_avg_sq": 2 * rounding**2,
         }
-        return ((sizes > 0) & (sizes <= rounding)) * of_kinds.get(key[0], 0.0)
+        return ((sizes > 0) & (sizes <= rounding)) * bounds.get(key[0], 0.0)
 
 
 def _without_counterpart(key: Key, size: int, only_in: str) -> TensorDistance:
@@ -97,19 +97,19 @@ def _without_counterpart(key: Key, size: int, only_in: str) -> TensorDistance:
 
 
 def _distance(
-    key: Key, reference: torch.Tensor, tensor: torch.Tensor, explained: torch.Tensor | None
+    key: Key, reference: torch.Tensor, tensor: torch.Tensor, rounding_bounds: torch.Tensor | None
 ) -> TensorDistance:
     if tensor.numel() != reference.numel():
         return _without_counterpart(key, reference.numel(), "")
     difference = tensor.double() - reference.double()
     rounding = difference.new_empty(0)
-    if explained is not None:
-        is_rounding = (difference != 0) & (difference.abs() <= explained)
+    if rounding_bounds is not None:
+        is_rounding = (difference != 0) & (difference.abs() <= rounding_bounds)
         rounding = difference[is_rounding].abs()
         difference[is_rounding] = 0.0
-    norm, of_reference = float(difference.norm()), float(reference.double().norm())
+    norm, reference_norm = float(difference.norm()), float(reference.double().norm())
     largest = float(difference.abs().max()) if difference.numel() else 0.0
-    relative = norm / of_reference if of_reference else math.inf
+    relative = norm / reference_norm if reference_norm else math.inf
     return TensorDistance(
         kind=key[0],
         name=key[1],

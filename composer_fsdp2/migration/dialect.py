@@ -95,18 +95,18 @@ class Setting:
     value: Any
     fields: tuple[str, ...] = ()
 
-    def place_in(self, keys: Mapping[str, Row]) -> str | None:
+    def matching_key(self, keys: Mapping[str, Row]) -> str | None:
         """Return the key in ``keys`` at whose position this setting is written, or None.
 
         This is the first key whose main (first) field is the same, else the first whose main field is of the same kind.
         """
         first, kind = self.fields[:1], [kind_of(name) for name in self.fields[:1]]
-        same = (key for key, row in keys.items() if meets(first, decides(row)[:1]))
-        alike = (key for key, row in keys.items() if kind == [kind_of(name) for name in decides(row)[:1]])
-        return next(chain(same, alike), None)
+        same_field = (key for key, row in keys.items() if overlaps(first, decides(row)[:1]))
+        same_kind = (key for key, row in keys.items() if kind == [kind_of(name) for name in decides(row)[:1]])
+        return next(chain(same_field, same_kind), None)
 
 
-def meets(some: Iterable[str], others: Sequence[str]) -> bool:
+def overlaps(some: Iterable[str], others: Sequence[str]) -> bool:
     """Return whether a field in one sequence equals a field in the other, or is nested in it."""
     return any(covers(others, each) or any(covers((each,), other) for other in others) for each in some)
 
@@ -180,15 +180,13 @@ class Dialect:
             still lacks.
         readers: The programs that read its files differently (such as releases), if there is more than one.
         interpolates: Whether its files are read by OmegaConf, which resolves ``${...}``.
-        words: Prefixes in lower case. Every file with a section has a key that starts with one of them.
-        keeps_implicit: Whether its FSDP2 preserves implicit behavior of FSDP1. If so, the report lists this behavior.
-        keeps_files: Whether files of this system, which already trains with FSDP2, are not modified if it is the
-            target.
-        silent: Minimal files that enable sharding, and set nothing else.
-        companions: Key -> the other keys, with values, without which it has no effect.
-        has_own_models: Whether the system has its own models, so class names in its files are not those of
-            transformers.
-        closed_degree: The degree of a mesh with replicas that cannot be -1 in its files, if any.
+        key_prefixes: Lowercase prefixes; every file with a section has a key that starts with one of them.
+        keeps_implicit: Whether its FSDP2 preserves implicit behavior of FSDP1, which the report then lists as well.
+        keeps_files: Whether its files, which already train with FSDP2, stay byte for byte the same if it is the target.
+        silent: Minimal files that enable sharding and leave everything else at implicit settings.
+        companions: For a key, the other keys that it requires to take effect.
+        has_own_models: Whether its models, and so the classes in its files, are not those of transformers.
+        closed_degree: The degree of a mesh with replicas that its files cannot leave open, if any.
     """
 
     name: str
@@ -203,7 +201,7 @@ class Dialect:
     unfinished: Callable[[Sequence[str]], Iterable[Finding]] = staticmethod(lambda keys: ())
     readers: Sequence[str] = ()
     interpolates: bool = False
-    words: Sequence[str] = ("fsdp",)
+    key_prefixes: Sequence[str] = ("fsdp",)
     keeps_implicit: bool = False
     keeps_files: bool = False
     silent: Sequence[Section] = ()
@@ -308,8 +306,8 @@ class Dialect:
         Args:
             lost: The lost fields of the new text; empty if the text is unchanged.
         """
-        told = (finding for finding in reading.findings if finding.origin is Origin.KEY)
-        kept = (self._as_before(finding, reading.rows.get(finding.key)) for finding in told)
+        findings = (finding for finding in reading.findings if finding.origin is Origin.KEY)
+        kept = (self._as_before(finding, reading.rows.get(finding.key)) for finding in findings)
         return (*kept, *(each.finding for each in lost))
 
     def _as_before(self, finding: Finding, row: Row | None) -> Finding:
@@ -396,7 +394,7 @@ def implicit(name: str, outcome: Outcome, reason: str, hint: str = "", *, value:
 
 
 def with_losses(
-    told: Sequence[Finding], found: Sequence[Loss], reading: Reading, target: Dialect
+    findings: Sequence[Finding], target_losses: Sequence[Loss], reading: Reading, target: Dialect
 ) -> tuple[tuple[Finding, ...], list[Finding]]:
     """Merge findings of lost fields into the findings of the keys that set these fields.
 
@@ -404,41 +402,45 @@ def with_losses(
         The findings of the keys, and the findings of lost fields that no key reports.
     """
     rows = {
-        each.key: row for each in told if (row := reading.rows.get(each.key)) and decides(row) and _is_usual(each, row)
+        each.key: row
+        for each in findings
+        if (row := reading.rows.get(each.key)) and decides(row) and _depends_on_target(each, row)
     }
-    alone = {key: row for key, row in rows.items() if len(set(map(kind_of, decides(row)))) == 1}
+    of_one_kind = {key: row for key, row in rows.items() if len(set(map(kind_of, decides(row)))) == 1}
     # Options of features that another key enables come last.
-    keys = sorted(alone, key=lambda key: bool(alone[key].only_with))
+    keys = sorted(of_one_kind, key=lambda key: bool(of_one_kind[key].only_with))
     owners: dict[str, Loss] = {}
-    for loss in sorted(found, key=lambda each: not each.finding.outcome.blocks):
-        owner = _owner(loss, {key: alone[key] for key in keys})
+    for loss in sorted(target_losses, key=lambda each: not each.finding.outcome.blocks):
+        owner = _owner(loss, {key: of_one_kind[key] for key in keys})
         if owner is not None:
             owners.setdefault(owner, loss)
-    settled = [_settled(each, rows[each.key], found, owners) if each.key in rows else each for each in told]
-    by_name = {row.name: finding for finding in settled if (row := reading.rows.get(finding.key)) is not None}
+    updated = [
+        _with_loss(each, rows[each.key], target_losses, owners) if each.key in rows else each for each in findings
+    ]
+    by_name = {row.name: finding for finding in updated if (row := reading.rows.get(finding.key)) is not None}
     details = tuple(
         each if each.key in owners else _as_detail(each, reading.rows.get(each.key), by_name, target)
-        for each in settled
+        for each in updated
     )
-    return details, [each.finding for each in found if each not in owners.values()]
+    return details, [each.finding for each in target_losses if each not in owners.values()]
 
 
-def _owner(loss: Loss, alone: Mapping[str, Row]) -> str | None:
+def _owner(loss: Loss, rows: Mapping[str, Row]) -> str | None:
     """Return the key that reports a lost field: one that sets only this field, else one that mainly sets it, else
     any that sets it."""
     first = loss.fields[:1]
-    exact = (key for key, row in alone.items() if decides(row) == first)
-    main = (key for key, row in alone.items() if meets(first, decides(row)[:1]))
-    any_ = (key for key, row in alone.items() if meets(loss.fields, decides(row)))
+    exact = (key for key, row in rows.items() if decides(row) == first)
+    main = (key for key, row in rows.items() if overlaps(first, decides(row)[:1]))
+    any_ = (key for key, row in rows.items() if overlaps(loss.fields, decides(row)))
     return next(chain(exact, main, any_), None)
 
 
-def _is_usual(finding: Finding, row: Row) -> bool:
+def _depends_on_target(finding: Finding, row: Row) -> bool:
     """Return whether a key has an effect, and its outcome depends on the target and not on its value."""
     return finding.asks and (not finding.outcome.blocks or finding.outcome is row.outcome)
 
 
-def _settled(finding: Finding, row: Row, found: Sequence[Loss], owners: Mapping[str, Loss]) -> Finding:
+def _with_loss(finding: Finding, row: Row, target_losses: Sequence[Loss], owners: Mapping[str, Loss]) -> Finding:
     """Return the finding of a key with the lost field that it reports, or with a note on fields that other keys report.
 
     Args:
@@ -450,8 +452,8 @@ def _settled(finding: Finding, row: Row, found: Sequence[Loss], owners: Mapping[
         return replace(finding, outcome=loss.outcome, target=loss.target, reason=loss.reason, hint=hint)
     others = [
         next((key for key, each in owners.items() if each is loss), loss.finding.name)
-        for loss in found
-        if meets((*loss.fields, *loss.covered), decides(row))
+        for loss in target_losses
+        if overlaps((*loss.fields, *loss.covered), decides(row))
     ]
     if others and finding.outcome is Outcome.EXACT:
         hint = "; ".join(filter(None, (finding.hint, f"see {', '.join(dict.fromkeys(others))}")))
@@ -496,7 +498,7 @@ def splice(
     }
     additions: list[tuple[str, Any]] = []
     for setting in settings:
-        key = setting.place_in(named)
+        key = setting.matching_key(named)
         place = additions if key is None else replacements[key.removeprefix(prefix).split(".")[0]]
         place.append((setting.key, setting.value))
     return replacements, additions

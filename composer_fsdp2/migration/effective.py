@@ -60,13 +60,15 @@ class Effective:
 
     def finding(self, row: Lens, key: str, value: Any) -> Finding:
         """Return the finding of a key with this value, which may be the default."""
-        usual = row.usual(key, value)
+        finding = row.usual(key, value)
         if problem := self.problem(row):
-            return undecided(usual, problem, "remove it" if row.default is None else f"its default is {row.default!r}")
+            return undecided(
+                finding, problem, "remove it" if row.default is None else f"its default is {row.default!r}"
+            )
         if not self.is_read(row):
-            return idle(usual, f"it is read only together with {row.only_with}, which is off")
-        found = idle(usual) if row.is_neutral(value) else usual
-        return found if row.decide is None else row.decide(found, self)
+            return idle(finding, f"it is read only together with {row.only_with}, which is off")
+        finding = idle(finding) if row.is_neutral(value) else finding
+        return finding if row.decide is None else row.decide(finding, self)
 
     def findings(
         self, unknown: Callable[[str, Any], Finding], name_of: Callable[[str], str] = str
@@ -89,7 +91,7 @@ class Effective:
             else:
                 yield self.finding(row, name_of(key), value)
         for row in self.table:
-            if row.is_told and not self.is_given(row) and self.is_read(row):
+            if row.reports_default and not self.is_given(row) and self.is_read(row):
                 yield replace(self.finding(row, row.name, row.default), origin=Origin.IMPLICIT)
 
     def fields(self) -> dict[str, Any]:

@@ -249,10 +249,10 @@ def migrate_files(
         folder=folder,
         suffix=suffix,
         allow_unconfigured=allow_unconfigured,
-        words={"to": to, "dialect": dialect, "at": at},
+        arguments={"to": to, "dialect": dialect, "at": at},
     )
     if folder is not None:
-        _refuse_taken(sources, folder, partial(work, destination=Destination()), force=destination.force)
+        _refuse_overwrites(sources, folder, partial(work, destination=Destination()), force=destination.force)
     if len(sources) < _PARALLEL_FROM or jobs == 1:
         return map(work, sources)
     from composer_fsdp2.migration.processes import in_processes  # not at the top: one file needs no processes
@@ -260,8 +260,8 @@ def migrate_files(
     return in_processes(work, sources, num_processes=jobs or None, killed=_killed)
 
 
-def _refuse_taken(
-    sources: Sequence[SourceFile], folder: Path, look: Callable[[SourceFile], FileResult], *, force: bool
+def _refuse_overwrites(
+    sources: Sequence[SourceFile], folder: Path, migrate_only: Callable[[SourceFile], FileResult], *, force: bool
 ) -> None:
     """Raise ConfigError if a result would overwrite a source or another result.
 
@@ -269,32 +269,32 @@ def _refuse_taken(
     here.
 
     Args:
-        look: Migrates a file without writing the result.
+        migrate_only: Migrates a file without writing.
     """
     inputs = {_place(path): each.file for each in sources for path in (each.file, Path(os.path.realpath(each.file)))}
     stems = [_place(folder / each.place).with_suffix("") for each in sources]
     near = Counter([*stems, *(place.with_suffix("") for place in inputs)])
     results: defaultdict[Path, list[Path]] = defaultdict(list)
     for source in (source for source, stem in zip(sources, stems, strict=True) if near[stem] > 1):
-        migration = look(source).migration
+        migration = migrate_only(source).migration
         if migration is None or (migration.exit_code and not force):
             continue
         place = _place(_target(migration, source, folder))
         if place in inputs:
-            whose = "" if inputs[place] == source.file else f" by the result of {_name(source.file)}"
+            cause = "" if inputs[place] == source.file else f" by the result of {_name(source.file)}"
             raise ConfigError(
-                f"{_name(inputs[place])} would be overwritten{whose}; --write changes files in place, and keeps copies"
+                f"{_name(inputs[place])} would be overwritten{cause}; --write changes files in place, and keeps copies"
             )
         results[place].append(source.file)
-    doubled = [
+    duplicates = [
         f"{_name(Path(place.name))} of {' and '.join(map(_name, files))}"
         for place, files in results.items()
         if len(files) > 1
     ]
-    if doubled:
+    if duplicates:
         raise ConfigError(
-            f"{_name(folder)} would get several files of one name: {', '.join(doubled)}; rename one, or migrate them "
-            "into different folders"
+            f"{_name(folder)} would get several files of one name: {', '.join(duplicates)}; rename one, or migrate "
+            "them into different folders"
         )
 
 
@@ -317,13 +317,13 @@ def _migrate_file(
     folder: Path | None,
     suffix: str,
     allow_unconfigured: bool,
-    words: Mapping[str, Any],
+    arguments: Mapping[str, Any],
 ) -> FileResult:
     path, content = _name(source.file), b""
     may_pass = allow_unconfigured or not source.is_named
     try:
         content = source.file.read_bytes() if source.content is None else source.content
-        if may_pass and words["at"] is None and not may_configure(content):
+        if may_pass and arguments["at"] is None and not may_configure(content):
             raise NothingToMigrateError(f"{path}:1:1: nothing here configures sharding")
         text = _decoded(content, path)
         of_input = suffix_for(text) if source.content is not None else ""
@@ -332,27 +332,27 @@ def _migrate_file(
             path,
             suffix=(suffix if source.is_named else "") or of_input,
             read=partial(read_named, source.file.parent),
-            alone=source.is_named,
-            **words,
+            allow_unreferenced=source.is_named,
+            **arguments,
         )
         done = _write(migration, content, source, destination, folder)
         return FileResult(path=path, migration=migration, done=printable(done))
     except Exception as error:  # of any type: the other files still have results
-        told = printable(_told(error, path))
+        message = printable(_error_message(error, path))
         if not (may_pass and isinstance(error, NothingToMigrateError)):
-            return FileResult(path=path, error=told)
+            return FileResult(path=path, error=message)
         is_foreign = isinstance(error, ForeignSystemError)
         return FileResult(
             path=path,
-            error=told,
+            error=message,
             is_skipped=True,
             is_foreign=is_foreign,
             content=content if source.is_named else b"",
-            done=f"{told if is_foreign else 'nothing here configures sharding'}; passed over",
+            done=f"{message if is_foreign else 'nothing here configures sharding'}; passed over",
         )
 
 
-def _told(error: Exception, path: str) -> str:
+def _error_message(error: Exception, path: str) -> str:
     if isinstance(error, ConfigError):
         return str(error)
     if isinstance(error, OSError):
@@ -447,11 +447,11 @@ def _replace(path: Path, text: str, *, like: Path | None) -> None:
         ConfigError: the file cannot be written; names ``path``.
     """
     try:
-        with replacing(path, ending=f".{os.getpid()}.writing") as beside:
-            beside.write_bytes(text.encode())
+        with replacing(path, ending=f".{os.getpid()}.writing") as temporary:
+            temporary.write_bytes(text.encode())
             if like is not None:
                 with contextlib.suppress(PermissionError):  # only root may give a file away
-                    os.chown(beside, like.stat().st_uid, like.stat().st_gid)
-                shutil.copymode(like, beside)
+                    os.chown(temporary, like.stat().st_uid, like.stat().st_gid)
+                shutil.copymode(like, temporary)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -18,13 +18,13 @@ from composer_fsdp2.migration.documents.edits import reference_root, references_
 from composer_fsdp2.migration.interpolated import interpolations, leaves
 from composer_fsdp2.migration.paths import Path, has_path, value_at
 
-_MOST = 50_000  # texts to resolve in one file; OmegaConf resolves a text again for each reference
+_MAX_TEXTS = 50_000  # texts to resolve in one file; OmegaConf resolves a text again for each reference
 _register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver  # before OmegaConf 2.4
-_HERE = "composer_fsdp2: here"  # a key that no file has
+_RESULT_KEY = "composer_fsdp2: here"  # a key that no file has
 _SCALARS = bool | int | float | str | bytes  # the types that OmegaConf supports
 _RELATIVE = re.compile(r"\$\{(\.+)")
-_PUBLIC = 3  # characters; a value this short reveals nothing
-_OPEN = "$·{"  # replaces "${", which would be read as an interpolation
+_MAX_PUBLIC_LENGTH = 3  # characters; a value this short reveals nothing
+_ESCAPED_OPEN = "$·{"  # replaces "${", which would be read as an interpolation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,23 +44,23 @@ class Resolved:
 
 
 @dataclass(frozen=True, slots=True)
-class _Note:
+class _EnvironmentValue:
     """A value that depends on an environment variable, and its text in the file."""
 
     written: str
     value: Any
 
-    def public(self, words: Collection[str]) -> Any:
-        is_public = len(str(self.value)) <= _PUBLIC or str(self.value).lower() in words
-        return self.value if is_public else self.written.replace("${", _OPEN)
+    def public(self, public_values: Collection[str]) -> Any:
+        is_public = len(str(self.value)) <= _MAX_PUBLIC_LENGTH or str(self.value).lower() in public_values
+        return self.value if is_public else self.written.replace("${", _ESCAPED_OPEN)
 
 
 def as_written(text: str) -> str:
     """Restore the file's references in a text made from ``Resolved.public``."""
-    return text.replace(_OPEN, "${")
+    return text.replace(_ESCAPED_OPEN, "${")
 
 
-def resolve(values: Any, words: Collection[str] = (), *, place: str = "") -> Resolved:
+def resolve(values: Any, public_values: Collection[str] = (), *, place: str = "") -> Resolved:
     """Resolve the interpolations in the values of a file.
 
     Args:
@@ -70,7 +70,7 @@ def resolve(values: Any, words: Collection[str] = (), *, place: str = "") -> Res
         ConfigError: the expansion is too large.
     """
     if root := reference_root(values):
-        inner = resolve(value_at(values, root), words, place=place)
+        inner = resolve(value_at(values, root), public_values, place=place)
         around = {name: {**values, root[0]: getattr(inner, name)} for name in ("values", "written", "public")}
         return Resolved(**around)
     texts = list(interpolations(values, ()))
@@ -80,31 +80,33 @@ def resolve(values: Any, words: Collection[str] = (), *, place: str = "") -> Res
     resolver = _Resolver(_config(values, texts))
     _register("oc.env", resolver.env, replace=True)
     try:
-        found = _mapped(values, resolver.value_of)
+        found = _map_leaves(values, resolver.value_of)
     finally:
         _register("oc.env", oc.env, replace=True)
     return Resolved(
-        values=_without_notes(found, lambda note: note.value),
-        written=_without_notes(found, lambda note: note.written),
-        public=_without_notes(found, lambda note: note.public(words)),
+        values=_replace_environment_values(found, lambda each: each.value),
+        written=_replace_environment_values(found, lambda each: each.written),
+        public=_replace_environment_values(found, lambda each: each.public(public_values)),
     )
 
 
-def _without_notes(found: Any, of: Callable[[_Note], Any]) -> Any:
-    return _mapped(found, lambda leaf, _: of(leaf) if isinstance(leaf, _Note) else leaf)
+def _replace_environment_values(found: Any, of: Callable[[_EnvironmentValue], Any]) -> Any:
+    return _map_leaves(found, lambda leaf, _: of(leaf) if isinstance(leaf, _EnvironmentValue) else leaf)
 
 
-def _mapped(value: Any, of: Callable[[Any, Path], Any], path: Path = (), keys: Any = object) -> Any:
-    """Return the value with each leaf replaced by ``of(leaf, path)``.
+def _map_leaves(value: Any, function: Callable[[Any, Path], Any], path: Path = (), keys: Any = object) -> Any:
+    """Return the value with each leaf replaced by ``function(leaf, path)``.
 
     Args:
         keys: The types of mapping keys to include. Entries with other keys are dropped.
     """
     if isinstance(value, Mapping):
-        return {key: _mapped(each, of, (*path, key), keys) for key, each in value.items() if isinstance(key, keys)}
+        return {
+            key: _map_leaves(each, function, (*path, key), keys) for key, each in value.items() if isinstance(key, keys)
+        }
     if isinstance(value, list):
-        return [_mapped(each, of, (*path, number), keys) for number, each in enumerate(value)]
-    return of(value, path)
+        return [_map_leaves(each, function, (*path, number), keys) for number, each in enumerate(value)]
+    return function(value, path)
 
 
 def _check_size(values: Any, texts: Iterable[tuple[str, Path]], place: str) -> None:
@@ -127,8 +129,10 @@ def _check_size(values: Any, texts: Iterable[tuple[str, Path]], place: str) -> N
         count = sum(size(path) for _, path in texts)
     except RecursionError as error:
         raise ConfigError(f"{place}interpolations refer to each other too deep") from error
-    if count > _MOST:
-        raise ConfigError(f"{place}interpolations stand for {count} others, and {_MOST} are the most that is resolved")
+    if count > _MAX_TEXTS:
+        raise ConfigError(
+            f"{place}interpolations stand for {count} others, and {_MAX_TEXTS} are the most that is resolved"
+        )
 
 
 def _absolute(text: Any, path: Path) -> str:
@@ -147,12 +151,12 @@ def _config(values: Any, texts: Iterable[tuple[str, Path]]) -> DictConfig:
     around = values if isinstance(values, Mapping) else {}
     named = {key: each for key, each in around.items() if str(key) in absolute}
     try:
-        return OmegaConf.create(_mapped(named, _held, keys=_SCALARS))
+        return OmegaConf.create(_map_leaves(named, _omegaconf_value, keys=_SCALARS))
     except (OmegaConfBaseException, RecursionError):
         return OmegaConf.create({})
 
 
-def _held(value: Any, path: Path) -> Any:
+def _omegaconf_value(value: Any, path: Path) -> Any:
     """Convert a value for OmegaConf: dates to strings, and invalid interpolations to None, because OmegaConf rejects
     them."""
     if not (absolute := _absolute(value, path)):
@@ -170,34 +174,37 @@ class _Resolver:
 
     def __init__(self, config: DictConfig) -> None:
         self._config = config
-        self._known: dict[tuple[str, str], Any] = {}
-        self._has_read = False
+        self._cache: dict[tuple[str, str], Any] = {}
+        self._has_read_environment = False
 
     def env(self, *arguments: Any) -> str | None:
         """Replace OmegaConf's ``oc.env``, and record the call."""
-        self._has_read = True
+        self._has_read_environment = True
         return oc.env(*arguments)
 
     def value_of(self, text: Any, path: Path) -> Any:
         """Return the resolved value of a string, or the string if it has no interpolation or cannot be resolved."""
-        asked = str(text), _absolute(text, path)
-        if asked[1] and asked not in self._known:
-            self._known[asked] = text  # set before resolving: the text may be part of its value
-            self._known[asked] = self._found(*asked, path)
-        return self._known.get(asked, text)
+        cache_key = str(text), _absolute(text, path)
+        if cache_key[1] and cache_key not in self._cache:
+            self._cache[cache_key] = text  # set before resolving: the text may be part of its value
+            self._cache[cache_key] = self._resolved_value(*cache_key, path)
+        return self._cache.get(cache_key, text)
 
-    def _found(self, text: str, absolute: str, path: Path) -> Any:
-        self._has_read = False
+    def _resolved_value(self, text: str, absolute: str, path: Path) -> Any:
+        self._has_read_environment = False
         try:
-            self._config[_HERE] = absolute
-            found = self._config[_HERE]
+            self._config[_RESULT_KEY] = absolute
+            found = self._config[_RESULT_KEY]
         except (OmegaConfBaseException, RecursionError):
             return text
-        has_read = self._has_read
+        has_read_environment = self._has_read_environment
         if OmegaConf.is_config(found):  # each value of a mapping may be resolved or not
-            found = _mapped(OmegaConf.to_container(found), self.value_of, path)
+            found = _map_leaves(OmegaConf.to_container(found), self.value_of, path)
         return (
-            _mapped(_without_notes(found, lambda note: note.value), lambda leaf, _: _Note(text, leaf))
-            if has_read
+            _map_leaves(
+                _replace_environment_values(found, lambda each: each.value),
+                lambda leaf, _: _EnvironmentValue(text, leaf),
+            )
+            if has_read_environment
             else found
         )

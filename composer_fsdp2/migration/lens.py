@@ -24,17 +24,17 @@ class Lens(Row):
     """A row whose key is read into fields of a run, and written from a run.
 
     Args:
-        read: Field that the key sets -> function that computes its value. ``fields`` lists fields that the key affects
-            without setting them.
-        write: Called with a run; returns the value of the key. None omits the key.
-        wrong: Called with a value and the other settings; returns why they contradict each other, or "".
-        is_told: Whether to report the default for a file without the key, because it has an effect.
+        read: For each field that the key sets, the function that computes its value; ``fields`` names the fields that
+            the key decides without setting them.
+        write: Returns the key's value for a run; None omits the key.
+        wrong: Returns the reason why a value that the key takes is wrong beside the other settings, or "".
+        reports_default: Whether the key's default has an effect, and is reported for a file without the key.
     """
 
     read: Mapping[str, Read] = field(default_factory=dict)
     write: Callable[[RunConfig], Any] = lambda run: None
     wrong: Callable[[Any, Any], str] = lambda value, settings: ""
-    is_told: bool = False
+    reports_default: bool = False
 
     @property
     def decides(self) -> tuple[str, ...]:
@@ -154,14 +154,14 @@ class Limitation:
         if any(run[name] != value for name, value in self.beside.items()):
             return None
         for name in filter(lambda name: covers(self.fields if self.is_any else self.fields[:1], name), run):
-            is_usual = self.was is ANYTHING and run[name] == _USUAL[name]
-            is_own = (name in kept and not is_usual) if self.is_kept else name in lost
-            if is_own and self.was in (ANYTHING, run[name]) and self.now in (ANYTHING, lost.get(name)):
+            is_default = self.was is ANYTHING and run[name] == _DEFAULT_FIELDS[name]
+            is_candidate = (name in kept and not is_default) if self.is_kept else name in lost
+            if is_candidate and self.was in (ANYTHING, run[name]) and self.now in (ANYTHING, lost.get(name)):
                 return name
         return None
 
     def finding(self, run: RunConfig, name: str, value: Any) -> Finding:
-        target, reason, hint = (_filled(each, run, value) for each in (self.target, self.reason, self.hint))
+        target, reason, hint = (_filled_template(each, run, value) for each in (self.target, self.reason, self.hint))
         return Finding(
             key=self.title or title_of(name),
             value=value,
@@ -183,7 +183,7 @@ def covers(fields: Iterable[str], name: str) -> bool:
     return any(name == each or name.startswith(f"{each}.") for each in fields)
 
 
-_USUAL = fields_of(RunConfig.of_fields({}))
+_DEFAULT_FIELDS = fields_of(RunConfig.of_fields({}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,23 +211,26 @@ def losses(table: Sequence[Limitation], run: RunConfig, lost: Mapping[str, Any])
         table: The limitations of the target.
         lost: Lost field -> its value after writing and reading.
     """
-    values, left = fields_of(run.with_degrees()), dict(lost)
+    values, remaining = fields_of(run.with_degrees()), dict(lost)
     kept = values.keys() - lost.keys()
     for each in table:
-        name = each.applies(values, left, kept)
+        name = each.applies(values, remaining, kept)
         if name is not None:
-            told = [other for other in left if covers(each.fields, other)]
-            others = told if each.is_any else [other for other in each.fields if other in _USUAL]
-            texts = dict.fromkeys(str(shown(run, other)) for other in told) if each.is_any else ()
+            reported = [other for other in remaining if covers(each.fields, other)]
+            others = reported if each.is_any else [other for other in each.fields if other in _DEFAULT_FIELDS]
+            texts = dict.fromkeys(str(shown(run, other)) for other in reported) if each.is_any else ()
             found = each.finding(run, name, ", ".join(texts) or shown(run, name))
             yield Loss(
-                fields=tuple(dict.fromkeys((name, *others))), covered=tuple(told), finding=found, is_kept=each.is_kept
+                fields=tuple(dict.fromkeys((name, *others))),
+                covered=tuple(reported),
+                finding=found,
+                is_kept=each.is_kept,
             )
-            left = {other: now for other, now in left.items() if other not in told}
+            remaining = {other: now for other, now in remaining.items() if other not in reported}
             kept -= {name}
-    left.pop("num_ranks", None)  # set by the launcher, unless the target has a key
-    for name, now in left.items():
-        reason = f"the new text, read again, has {_in_words(name, now)} for it"
+    remaining.pop("num_ranks", None)  # set by the launcher, unless the target has a key
+    for name, now in remaining.items():
+        reason = f"the new text, read again, has {_value_text(name, now)} for it"
         yield Loss(fields=(name,), finding=fault(name, shown(run, name), reason), is_fault=True)
 
 
@@ -246,10 +249,10 @@ def shown(run: RunConfig, name: str) -> Any:
         return _units(run)
     if name.startswith("wrap."):
         return ", ".join(run.wrap.others)
-    return run.expert_parallel if name == "has_expert_axis" else _in_words(name, fields_of(run)[name])
+    return run.expert_parallel if name == "has_expert_axis" else _value_text(name, fields_of(run)[name])
 
 
-def _in_words(name: str, value: Any) -> Any:
+def _value_text(name: str, value: Any) -> Any:
     if isinstance(value, Mapping):  # an optimizer
         return f"{value['name']}, lr {value['lr']}"
     if isinstance(value, tuple):
@@ -267,7 +270,7 @@ def _units(run: RunConfig) -> str:
     return named.get(wrap.kind, f"modules of {wrap.min_num_params} parameters or more")
 
 
-def _filled(text: str, run: RunConfig, value: object) -> str:
+def _filled_template(text: str, run: RunConfig, value: object) -> str:
     # Only degrees in the text are looked up: groups of ranks have none.
     mesh = run.config.mesh
     names = r"\{(value|shard_degree|replicate_degree)\}"

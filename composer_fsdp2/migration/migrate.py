@@ -18,9 +18,9 @@ from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.changes import Change, change_section
 from composer_fsdp2.migration.dialect import Dialect, Section
 from composer_fsdp2.migration.dialects import DIALECTS
-from composer_fsdp2.migration.dialects.fingerprints import FOREIGN_WORDS, foreign_system
+from composer_fsdp2.migration.dialects.fingerprints import FOREIGN_KEY_PREFIXES, foreign_system
 from composer_fsdp2.migration.dialects.huggingface.deepspeed_file import ReadsFile, with_settings
-from composer_fsdp2.migration.documents import Document, nearest_line, open_document, referred
+from composer_fsdp2.migration.documents import Document, nearest_line, open_document, referenced_mapping
 from composer_fsdp2.migration.interpolated import has_interpolation, leaves
 from composer_fsdp2.migration.interpolation import Resolved, as_written, resolve
 from composer_fsdp2.migration.lens import Loss, fault
@@ -123,8 +123,10 @@ def may_configure(content: bytes) -> bool:
 
 
 # A key of a section, or an escape sequence, which may encode characters of one.
-_WORDS = "|".join(sorted({*FOREIGN_WORDS, *(word for dialect in DIALECTS.values() for word in dialect.words)}))
-_KEY = re.compile(rf"""\b(?:{_WORDS})[\w.]{{0,1000}}["']?\s*[:=\]]|\\[xu]""")
+_KEY_PREFIXES = "|".join(
+    sorted({*FOREIGN_KEY_PREFIXES, *(prefix for dialect in DIALECTS.values() for prefix in dialect.key_prefixes)})
+)
+_KEY = re.compile(rf"""\b(?:{_KEY_PREFIXES})[\w.]{{0,1000}}["']?\s*[:=\]]|\\[xu]""")
 
 
 def migrate_text(
@@ -136,24 +138,24 @@ def migrate_text(
     at: str | None = None,
     suffix: str = "",
     read: ReadsFile = lambda path: None,
-    alone: bool = True,
+    allow_unreferenced: bool = True,
 ) -> Migration:
     """Migrate a text to FSDP2, and report the outcome of each key.
 
     Args:
-        text: The text of a YAML file; TOML or JSON if ``name`` has that suffix.
-        name: The file name for messages.
-        suffix: The suffix of the file format, if ``name`` has no suffix or another one.
-        to: The target system, a name in ``TARGETS``; None: the file's own.
-        dialect: The dialect of the sections; None detects it.
-        at: The dotted path of the section, or of a value that contains sections; None: all sections.
-        read: Called with the path of a file that the text references; returns its content or None. By default None.
-        alone: Whether to migrate a DeepSpeed JSON without a file that references it.
+        text: Text of a YAML file, or of a TOML file if the name ends so.
+        name: File name for messages.
+        suffix: Suffix of the file format, where the name has none or another.
+        to: Target system, a name of ``TARGETS``; None is the file's own system.
+        dialect: Dialect of the sections; None detects it.
+        at: Dotted path of the section, or of a value that contains the sections; None finds all.
+        read: Reads other files that the text names; by default none.
+        allow_unreferenced: Whether to migrate a DeepSpeed file, which other files name, without such a file.
     Raises:
         ConfigError: the file is invalid or has no section (NothingToMigrateError); names file, line and column.
     """
     file = given = _File.of(open_document(text, name, suffix))
-    deepspeed = with_settings(file.document, read, to=to, alone=alone)
+    deepspeed = with_settings(file.document, read, to=to, allow_unreferenced=allow_unreferenced)
     if deepspeed is not None:
         suffix = deepspeed.suffix or suffix
         file = _File.of(open_document(deepspeed.text, name, suffix))
@@ -164,13 +166,13 @@ def migrate_text(
     reports = new.sections
     if file.resolved.public != file.resolved.values:
         public = _new_text(replace(file, is_public=True), found, target, suffix).sections
-        reports = tuple(map(_publicly, reports, public))
-    in_own_keys = deepspeed.told if deepspeed is not None else iter
-    placed = (
+        reports = tuple(map(_without_secrets, reports, public))
+    under_given_keys = deepspeed.findings_of_file if deepspeed is not None else iter
+    located = (
         replace(
             report,
             line=nearest_line(given.document, path),
-            findings=tuple(in_own_keys(_placed(each, given, path, new.after) for each in report.findings)),
+            findings=tuple(under_given_keys(_with_location(each, given, path, new.after) for each in report.findings)),
         )
         for (_, path), report in zip(found, reports, strict=True)
     )
@@ -178,7 +180,7 @@ def migrate_text(
         new,
         before=text,
         after=new.after if new.is_changed else text,
-        sections=tuple(placed),
+        sections=tuple(located),
         is_new_file=new.is_new_file or (deepspeed is not None and deepspeed.suffix != ""),
     )
 
@@ -188,7 +190,7 @@ def find_sections(
 ) -> tuple[Document, list[tuple[Dialect, Section]]]:
     """Return the document of a text, and the sections that ``migrate_text`` finds with the same arguments."""
     file = _File.of(open_document(text, name, suffix))
-    return file.document, [(of, file.section(of, path)) for of, path in _sections(file, dialect, at)]
+    return file.document, [(system, file.section(system, path)) for system, path in _sections(file, dialect, at)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,31 +235,31 @@ _CHOICES = frozenset(
 def _new_text(file: _File, found: Sequence[tuple[Dialect, Path]], target: Dialect, suffix: str) -> Migration:
     """Return the migration with findings as returned by the dialects: without line numbers, and with secret values."""
     document, paths = file.document, [path for _, path in found]
-    sections = [file.section(of, path) for of, path in found]
+    sections = [file.section(system, path) for system, path in found]
     changes = [
-        with_shared(document, section.path, paths, change_section(document, of, section, target))
-        for (of, _), section in zip(found, sections, strict=True)
+        with_shared(document, section.path, paths, change_section(document, system, section, target))
+        for (system, _), section in zip(found, sections, strict=True)
     ]
-    whole = next((change for change in changes if change.text is not None), None)
+    separate = next((change for change in changes if change.text is not None), None)
     edits = [edit for change in changes for edit in change.edits]
-    after = document.edited(edits) if whole is None or whole.text is None else whole.text
-    suffix = target.suffix if whole is not None else f".{(suffix or document.name).rpartition('.')[2]}"
-    again: _File | None = None
+    after = document.edited(edits) if separate is None or separate.text is None else separate.text
+    suffix = target.suffix if separate is not None else f".{(suffix or document.name).rpartition('.')[2]}"
+    reread: _File | None = None
     shared: tuple[Finding, ...] = ()
-    if whole is not None or after != document.original:
+    if separate is not None or after != document.original:
         new, shared = read_again(document, after, suffix, sections, changes)
-        again = _File.of(new, is_public=file.is_public)
-    findings = [each.tell(_lost(again, target, each)) for each in changes]
+        reread = _File.of(new, is_public=file.is_public)
+    findings = [each.findings_for(_losses(reread, target, each)) for each in changes]
     findings[0] += shared
     reports = (
         SectionReport(
-            dialect=of.name,
+            dialect=system.name,
             to=target.target,
             place=printable(".".join(map(str, path))),
             line=nearest_line(document, path),
-            findings=told,
+            findings=section_findings,
         )
-        for (of, path), told in zip(found, findings, strict=True)
+        for (system, path), section_findings in zip(found, findings, strict=True)
     )
     return Migration(
         name=document.name,
@@ -265,15 +267,15 @@ def _new_text(file: _File, found: Sequence[tuple[Dialect, Path]], target: Dialec
         after=after,
         sections=tuple(reports),
         suffix=suffix,
-        is_new_file=whole is not None,
+        is_new_file=separate is not None,
     )
 
 
-def _lost(again: _File | None, target: Dialect, change: Change) -> Sequence[Loss]:
+def _losses(reread: _File | None, target: Dialect, change: Change) -> Sequence[Loss]:
     """Read the new text with the target, and return the fields of the old run that it loses."""
-    if change.run is None or again is None:
+    if change.run is None or reread is None:
         return ()
-    values = again.values_for(target)
+    values = reread.values_for(target)
     place = next(iter(target.sections(values)), ()) if change.place is None else change.place
     section = Section.at(place, values)
     unknown = [key for key, value in section.given.items() if target.interpolates and has_interpolation(value)]
@@ -296,12 +298,12 @@ def _sections(file: _File, dialect: str | None, at: str | None) -> list[tuple[Di
         raise ForeignSystemError(
             f"{document.name}:1:1: this is a configuration of {other.name}, which is not read here: {other.advice}"
         )
-    found = [(of, path) for of in dialects for path in of.sections(file.values_for(of))]
+    found = [(system, path) for system in dialects for path in system.sections(file.values_for(system))]
     is_placed = at is not None and not document.problem
     found = _sections_at(file, found, dialect, str(at)) if is_placed else _outermost(file, found)
     if not found:
         _refuse_unreadable(file, dialects)
-        names = " or ".join(", ".join(of.name for of in dialects).rsplit(", ", 1))
+        names = " or ".join(", ".join(system.name for system in dialects).rsplit(", ", 1))
         raise NothingToMigrateError(
             document.problem
             or f"{document.name}:1:1: nothing here configures sharding with keys of {names}; where a section "
@@ -309,11 +311,11 @@ def _sections(file: _File, dialect: str | None, at: str | None) -> list[tuple[Di
         )
     if document.problem:
         raise ConfigError(document.problem)
-    here = [(of, path) for of, path in found if has_path(document.values, path)]
-    if not here:  # only in the value of an interpolation
+    written = [(system, path) for system, path in found if has_path(document.values, path)]
+    if not written:  # only in the value of an interpolation
         place = ".".join(map(str, found[0][1]))
         raise file.error(found[0][1], f"{place} stands behind an interpolation; write it out there")
-    return here
+    return written
 
 
 def _own_system(file: _File, found: Sequence[tuple[Dialect, Path]]) -> Dialect:
@@ -322,9 +324,9 @@ def _own_system(file: _File, found: Sequence[tuple[Dialect, Path]]) -> Dialect:
     Raises:
         ConfigError: the file has sections of several systems.
     """
-    own, *others = dict.fromkeys(of for of, _ in found)
+    own, *others = dict.fromkeys(system for system, _ in found)
     if others:
-        systems = " and ".join(of.target for of in (own, *others))
+        systems = " and ".join(system.target for system in (own, *others))
         raise file.error(found[0][1], f"here are sections of {systems}; choose one with --at, or say --to")
     return own
 
@@ -333,7 +335,7 @@ def _outermost(file: _File, found: list[tuple[Dialect, Path]]) -> list[tuple[Dia
     """Drop sections inside a mapping that belongs to another section, whose system reads them as its keys."""
     kept = list(found)
     for inner in found:
-        blocks = (of.replaced_block(file.section(of, path)) for of, path in kept if (of, path) != inner)
+        blocks = (system.replaced_block(file.section(system, path)) for system, path in kept if (system, path) != inner)
         if any(each is not None and each.entry and inner[1][: len(each.entry)] == each.entry for each in blocks):
             kept.remove(inner)
     return kept
@@ -341,7 +343,7 @@ def _outermost(file: _File, found: list[tuple[Dialect, Path]]) -> list[tuple[Dia
 
 def _refuse_unreadable(file: _File, dialects: Sequence[Dialect]) -> None:
     """Raise ConfigError if a section is an interpolation that cannot be resolved, or not a mapping."""
-    heads = {head for of in dialects if of.interpolates for head, _ in of.heads}
+    heads = {head for system in dialects if system.interpolates for head, _ in system.heads}
 
     def is_unreadable(path: Path, values: Mapping[str, Any], parent: Mapping[str, Any]) -> Path | None:
         return next(((*path, key) for key in values.keys() & heads if isinstance(values[key], str | list)), None)
@@ -362,8 +364,8 @@ def _sections_at(
     path: Path = tuple(int(part) if part.isdecimal() else part for part in at.split(".") if part)
     if not has_path(file.resolved.values, path):
         raise ConfigError(f"{file.document.name}:1:1: there is no {at}")
-    below = [(of, each) for of, each in found if each[: len(path)] == path]
-    if below or (below := [(of, each) for of, each in found if each != path and of.holder(path) == each]):
+    below = [(system, each) for system, each in found if each[: len(path)] == path]
+    if below or (below := [(system, each) for system, each in found if each != path and system.holder(path) == each]):
         return below
     if not isinstance(value_at(file.resolved.values, path), dict):
         raise file.error(path, f"{at} is not a mapping")
@@ -384,10 +386,10 @@ def _check(file: _File, found: Sequence[tuple[Dialect, Path]], target: Dialect) 
         if (
             isinstance(written, str)
             and value_at(file.resolved.written, path) != value_at(file.resolved.values, path)
-            and referred(document.values, written) is None
+            and referenced_mapping(document.values, written) is None
         ):
             raise file.error(path, f"{'.'.join(map(str, path))} is {written}; migrate what that holds")
-    is_new_file = any(of is not target and not (target.heads and document.takes_entries) for of, _ in found)
+    is_new_file = any(system is not target and not (target.heads and document.takes_entries) for system, _ in found)
     if is_new_file and len(found) > 1:
         places = ", ".join(".".join(map(str, path)) for _, path in found)
         raise ConfigError(
@@ -403,26 +405,26 @@ def _check(file: _File, found: Sequence[tuple[Dialect, Path]], target: Dialect) 
 _NOT_SHOWN = "it depends on an environment variable, whose value no report has"
 
 
-def _publicly(report: SectionReport, public: SectionReport) -> SectionReport:
+def _without_secrets(report: SectionReport, public: SectionReport) -> SectionReport:
     """Return a report of which no finding shows values of environment variables, because a report may be published.
 
     Args:
         report: The report with these values, which determines the outcomes.
         public: The report of the same section, read without these values.
     """
-    told: defaultdict[object, list[Finding]] = defaultdict(list)
+    public_findings: defaultdict[object, list[Finding]] = defaultdict(list)
     for each in public.findings:
-        told[each.key, each.origin, each.outcome].append(each)
+        public_findings[each.key, each.origin, each.outcome].append(each)
     findings = (
-        alike.pop(0)
-        if (alike := told[each.key, each.origin, each.outcome])
+        matching.pop(0)
+        if (matching := public_findings[each.key, each.origin, each.outcome])
         else replace(each, value="", target="", reason=_NOT_SHOWN, hint="")
         for each in report.findings
     )
     return replace(report, findings=tuple(findings))
 
 
-def _placed(finding: Finding, file: _File, section: Path, after: str) -> Finding:
+def _with_location(finding: Finding, file: _File, section: Path, after: str) -> Finding:
     """Return the finding with file and line. Its key may be outside of the section."""
     key = tuple(finding.key.split("."))
     places = ((*section[:depth], *key) for depth in range(len(section), -1, -1))
@@ -453,8 +455,8 @@ def _with_references(finding: Finding, file: _File, path: Path, after: str) -> F
     before = file.document.original
     pairs = zip(leaves(written, ()), leaves(values, ()), strict=True)
     read = [text for (text, _), (value, _) in pairs if text is not value]
-    gone = next((text for text in read if after.count(text) < before.count(text)), None)
-    if gone is None or finding.outcome is not Outcome.EXACT:
+    lost_reference = next((text for text in read if after.count(text) < before.count(text)), None)
+    if lost_reference is None or finding.outcome is not Outcome.EXACT:
         return finding
-    hint = f"the value that {gone} has here is written out, and the variable is read no more"
+    hint = f"the value that {lost_reference} has here is written out, and the variable is read no more"
     return replace(finding, outcome=Outcome.APPROXIMATE, hint="; ".join(filter(None, (finding.hint, hint))))

@@ -13,7 +13,7 @@ from typing import Any
 from composer_fsdp2.config.value import Value
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.changes import edits_of, mapping_at
-from composer_fsdp2.migration.dialect import Dialect, MappingEdit, Reading, Section, meets
+from composer_fsdp2.migration.dialect import Dialect, MappingEdit, Reading, Section, overlaps
 from composer_fsdp2.migration.documents import Document, differences, open_document
 from composer_fsdp2.migration.documents.yaml import flow_text
 from composer_fsdp2.migration.interpolation import resolve
@@ -97,39 +97,39 @@ def apply_patch(
         ConfigError: the text has no section.
     """
     document, sections = find_sections(text, name, dialect=dialect, at=at)
-    of, section = sections[0]
-    found = _patched(document, of, section, patch)
+    system, section = sections[0]
+    found = _patched(document, system, section, patch)
     if found.missing:
         try:
-            migrated = migrate_text(text, name, to=of.target, dialect=of.name, at=section.place or None)
+            migrated = migrate_text(text, name, to=system.target, dialect=system.name, at=section.place or None)
         except ConfigError:  # it cannot be edited
             return found
         if migrated.is_changed and not migrated.is_new_file and not migrated.blocking:
-            again = apply_patch(migrated.after, name, patch, dialect=of.name, at=section.place or None)
+            again = apply_patch(migrated.after, name, patch, dialect=system.name, at=section.place or None)
             return found if again.missing else replace(again, before=text, is_migrated=True)
     return found
 
 
-def _patched(document: Document, of: Dialect, section: Section, patch: Patch) -> PatchedFile:
+def _patched(document: Document, system: Dialect, section: Section, patch: Patch) -> PatchedFile:
     """Apply the first set of candidate keys that results in the patched run."""
     found = PatchedFile(name=document.name, before=document.original, after=document.original)
-    before = of.read(section)
+    before = system.read(section)
     if before.run is None:
         return replace(found, missing="what the section asks for is not known")
     try:
-        asked = before.run.with_fields(patch.fields)
-        candidates = [*_candidates(of, section, before, asked, patch.fields)]
+        requested = before.run.with_fields(patch.fields)
+        candidates = [*_candidates(system, section, before, requested, patch.fields)]
     except ConfigError as error:
         return replace(found, missing=str(error))
     for assigned, _ in groupby(candidates):
         try:
-            after = _edited(document, section, {**assigned, **_set(patch.keys)})
-            _, sections = find_sections(after, document.name, dialect=of.name, at=section.place or None)
+            after = _patched_text(document, section, {**assigned, **_assignments(patch.keys)})
+            _, sections = find_sections(after, document.name, dialect=system.name, at=section.place or None)
         except ConfigError as error:
             found = replace(found, missing=str(error))
             continue
         again = sections[0][1]
-        found = replace(found, missing=_unlike(of, asked, before, of.read(again), patch))
+        found = replace(found, missing=_mismatch(system, requested, before, system.read(again), patch))
         if not found.missing:
             return replace(found, after=after, changes=tuple(_changes(section.around, again.around)))
     return found
@@ -148,22 +148,24 @@ def _changes(before: Any, after: Any) -> Iterator[KeyChange]:
 _Assigned = dict[Path, Settings]
 
 
-def _set(values: Mapping[Path, Any]) -> _Assigned:
+def _assignments(values: Mapping[Path, Any]) -> _Assigned:
     """Return assignments of new values to keys; None removes a key."""
     return {path: [] if value is None else [(str(path[-1]), value)] for path, value in values.items()}
 
 
 def _candidates(
-    of: Dialect, section: Section, before: Reading, asked: RunConfig, fields: Mapping[str, Any]
+    system: Dialect, section: Section, before: Reading, requested: RunConfig, fields: Mapping[str, Any]
 ) -> Iterator[_Assigned]:
     """Yield sets of keys to try, the fewest changes first.
 
     First existing keys, then also new keys, then a rewrite of all keys that set the patched fields.
     """
     assert before.run is not None
-    old = {of.path_of(section, each.key): each for each in of.settings_in(before, before.run.without_training())}
-    new = {of.path_of(section, each.key): each for each in of.settings_in(before, asked.without_training())}
-    rows = {of.path_of(section, key): row for key, row in before.deciding.items()}
+    old = {
+        system.path_of(section, each.key): each for each in system.settings_in(before, before.run.without_training())
+    }
+    new = {system.path_of(section, each.key): each for each in system.settings_in(before, requested.without_training())}
+    rows = {system.path_of(section, key): row for key, row in before.deciding.items()}
     rows = {path: row for path, row in rows.items() if has_path(section.around, path)}
 
     def place_of(path: Path) -> Path:
@@ -183,34 +185,36 @@ def _candidates(
 
     other = [path for path, each in new.items() if each != old.get(path)]
     own = written(path for path in other if has_path(section.around, path))
-    idle = [path for path in rows if path in old and path not in new and meets(old[path].fields, [*fields])]
+    idle = [path for path in rows if path in old and path not in new and overlaps(old[path].fields, [*fields])]
     first = {new[path].fields[:1]: path for path in reversed(other)}
     yield {}
     if new != old:
         yield own
-        yield own | _set({path: rows[path].default for path in idle})
+        yield own | _assignments({path: rows[path].default for path in idle})
         yield written(path for path in other if path in first.values())
         yield written(other)
-        names = [*fields, *changed(before.run, asked)]
-        if not asked.config.activation_checkpointing.enabled:
+        names = [*fields, *changed(before.run, requested)]
+        if not requested.config.activation_checkpointing.enabled:
             names.append("activation_checkpointing")  # and its details
-        gone = [path for path, row in rows.items() if path not in new and meets(decides(row), names)]
-        names += chain.from_iterable(decides(rows[path]) for path in gone)
-        yield _set(dict.fromkeys(gone)) | written(path for path, each in new.items() if meets(each.fields, names))
+        removed = [path for path, row in rows.items() if path not in new and overlaps(decides(row), names)]
+        names += chain.from_iterable(decides(rows[path]) for path in removed)
+        yield _assignments(dict.fromkeys(removed)) | written(
+            path for path, each in new.items() if overlaps(each.fields, names)
+        )
 
 
-def _unlike(of: Dialect, asked: RunConfig, before: Reading, after: Reading, patch: Patch) -> str:
+def _mismatch(system: Dialect, requested: RunConfig, before: Reading, after: Reading, patch: Patch) -> str:
     """Return why the new text does not result in the patched run, or "" if it does."""
     known = {each.key for each in before.findings if each.outcome.blocks}
     if found := next((each for each in after.findings if each.outcome.blocks and each.key not in known), None):
         return found.reason
     if after.run is None:
         return "its keys contradict each other then"
-    lost = [name for name in changed(asked, after.run) if name in patch.fields or not patch.leaves_open(name)]
+    lost = [name for name in changed(requested, after.run) if name in patch.fields or not patch.leaves_open(name)]
     if not lost:
         return ""
-    lacking = (each for each in of.express(asked).losses if not (each.is_kept or each.is_fault))
-    reasons = (each.finding.reason for each in lacking if meets(each.fields, lost))
+    lacking = (each for each in system.express(requested).losses if not (each.is_kept or each.is_fault))
+    reasons = (each.finding.reason for each in lacking if overlaps(each.fields, lost))
     return next(reasons, f"such a file has no key for it ({title_of(lost[0])})")
 
 
@@ -218,28 +222,28 @@ def _unlike(of: Dialect, asked: RunConfig, before: Reading, after: Reading, patc
 # Edits
 
 
-def _edited(document: Document, section: Section, assigned: _Assigned) -> str:
+def _patched_text(document: Document, section: Section, assigned: _Assigned) -> str:
     """Return the text with the keys changed.
 
     Raises:
         ConfigError: the new text does not have the intended values.
     """
-    meant = list(_edits_of(document, section, assigned))
-    after = document.edited(edits_of(document, section, meant))
+    edits = list(_mapping_edits(document, section, assigned))
+    after = document.edited(edits_of(document, section, edits))
     values = document.values
-    for each in meant:
+    for each in edits:
         values = with_entries(values, each.path, each.replacements, each.additions)
-    again = open_document(after, document.name).values
-    written = list(differences(document.values, again))
-    resolved = differences(resolve(again).values, resolve(document.values).values)
+    reread = open_document(after, document.name).values
+    written = list(differences(document.values, reread))
+    resolved = differences(resolve(reread).values, resolve(document.values).values)
     is_shared = not all(any(path[: len(each)] == each[: len(path)] for each in written) for path in resolved)
-    if is_shared or next(differences(values, again), None) is not None:
+    if is_shared or next(differences(values, reread), None) is not None:
         what = "what would be changed stands for something else in the file as well"
         raise ConfigError(f"{what}, by an alias or an interpolation")
     return after
 
 
-def _edits_of(document: Document, section: Section, assigned: _Assigned) -> Iterator[MappingEdit]:
+def _mapping_edits(document: Document, section: Section, assigned: _Assigned) -> Iterator[MappingEdit]:
     """Yield one edit per mapping.
 
     A key whose mapping does not exist is added, nested, to the nearest existing mapping.
@@ -258,6 +262,7 @@ def _edits_of(document: Document, section: Section, assigned: _Assigned) -> Iter
             replaced.setdefault(tuple(above), {})[str(key)] = entries
     for path in dict.fromkeys((*replaced, *added)):
         new = added.get(path, {})
-        here = {key: [(key, new[key])] for key in new if has_path(section.around, (*path, key))}  # not a mapping before
-        additions = [(key, value) for key, value in new.items() if key not in here]
-        yield MappingEdit(path=path, replacements=replaced.get(path, {}) | here, additions=additions)
+        # Existing keys whose values were not mappings.
+        existing = {key: [(key, new[key])] for key in new if has_path(section.around, (*path, key))}
+        additions = [(key, value) for key, value in new.items() if key not in existing]
+        yield MappingEdit(path=path, replacements=replaced.get(path, {}) | existing, additions=additions)

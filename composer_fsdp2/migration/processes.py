@@ -33,10 +33,10 @@ def in_processes(
                 num_done += 1
                 yield result
     except BrokenProcessPool:  # one process per value identifies the value
-        yield from (_alone(work, value, killed) for value in values[num_done:])
+        yield from (_in_own_process(work, value, killed) for value in values[num_done:])
 
 
-def _alone(work: Callable[[Given], Result], value: Given, killed: Callable[[Given], Result]) -> Result:
+def _in_own_process(work: Callable[[Given], Result], value: Given, killed: Callable[[Given], Result]) -> Result:
     with ProcessPoolExecutor(1, initializer=_end_with_parent) as pool:
         try:
             return pool.submit(work, value).result()

@@ -24,8 +24,8 @@ def with_shared(document: Document, path: Path, sections: Sequence[Path], change
     if not written_as:
         return change
     if document.stands_for(path, sections):
-        meant = change.meant if document.has_aliases else ()
-        return replace(change, edits=(), meant=meant, gone=(), come=())
+        value_edits = change.value_edits if document.has_aliases else ()
+        return replace(change, edits=(), value_edits=value_edits, removed_paths=(), written_paths=())
     finding = Finding(
         key="alias",
         value="",
@@ -35,7 +35,7 @@ def with_shared(document: Document, path: Path, sections: Sequence[Path], change
         hint="remove that, if nothing else uses it",
         origin=Origin.WRITING,
     )
-    return replace(change, tell=lambda lost: (*change.tell(lost), finding))
+    return replace(change, findings_for=lambda lost: (*change.findings_for(lost), finding))
 
 
 def read_again(
@@ -51,48 +51,52 @@ def read_again(
     try:
         again = open_document(after, document.name, suffix)
     except ConfigError as error:
-        raise _not_as_meant(document, (), sections[0]) from error
-    for path in (edit.path for change in changes for edit in change.meant):  # not every reader refuses such a file
-        if has_path(again.values, path) and (twice := again.duplicate(path)) and not document.duplicate(path):
-            raise ConfigError(f"{twice} (of the new text); rename or remove the key that was there")
-    wrong = list(differences(_meant(document, sections, changes), again.values))
-    own = [
+        raise _wrong_text_error(document, (), sections[0]) from error
+    # Not every reader refuses a file with duplicate keys.
+    for path in (edit.path for change in changes for edit in change.value_edits):
+        if has_path(again.values, path) and (duplicate := again.duplicate(path)) and not document.duplicate(path):
+            raise ConfigError(f"{duplicate} (of the new text); rename or remove the key that was there")
+    changed = list(differences(_intended_values(document, sections, changes), again.values))
+    own_paths = [
         *(() if change.text is not None else section.path for section, change in zip(sections, changes, strict=True)),
-        *(path for change in changes for path in (*change.gone, *change.come)),
+        *(path for change in changes for path in (*change.removed_paths, *change.written_paths)),
     ]
-    bad = next((path for path in wrong if not document.has_aliases or any(path[: len(o)] == o for o in own)), None)
-    if bad is not None:
-        raise _not_as_meant(document, bad, sections[0])
-    return again, tuple(_shared_findings(document, changes, changes_elsewhere=bool(wrong)))
+    unexpected = next(
+        (path for path in changed if not document.has_aliases or any(path[: len(o)] == o for o in own_paths)), None
+    )
+    if unexpected is not None:
+        raise _wrong_text_error(document, unexpected, sections[0])
+    return again, tuple(_shared_findings(document, changes, changes_elsewhere=bool(changed)))
 
 
-def _meant(document: Document, sections: Sequence[Section], changes: Sequence[Change]) -> Any:
+def _intended_values(document: Document, sections: Sequence[Section], changes: Sequence[Change]) -> Any:
     """Return the intended values of the new text."""
-    meant = document.values
+    values = document.values
     for section, change in zip(sections, changes, strict=True):
         if change.text is not None:
             return change.values
-        if change.meant and isinstance(value_at(meant, section.path), str):  # an interpolation, to be written out
+        # An interpolation, to be written out.
+        if change.value_edits and isinstance(value_at(values, section.path), str):
             *above, key = section.path
-            meant = with_entries(meant, tuple(above), {str(key): [(str(key), section.given)]})
-        for edit in change.meant:
-            meant = with_entries(meant, edit.path, edit.replacements, edit.additions)
-    return meant
+            values = with_entries(values, tuple(above), {str(key): [(str(key), section.given)]})
+        for edit in change.value_edits:
+            values = with_entries(values, edit.path, edit.replacements, edit.additions)
+    return values
 
 
 def _shared_findings(document: Document, changes: Sequence[Change], *, changes_elsewhere: bool) -> Iterator[Finding]:
-    gone = [path for change in changes for path in change.gone]
+    removed = [path for change in changes for path in change.removed_paths]
 
-    def is_gone(path: Path) -> bool:
-        return any(path[: len(each)] == each for each in gone)
+    def is_removed(path: Path) -> bool:
+        return any(path[: len(each)] == each for each in removed)
 
-    usual = Finding(key="", value="", outcome=Outcome.NEEDS_DECISION, reason="", origin=Origin.WRITING)
+    template = Finding(key="", value="", outcome=Outcome.NEEDS_DECISION, reason="", origin=Origin.WRITING)
     root = reference_root(document.values)
     for text, path in interpolations(document.values, ()):
-        for other in references_in(text, root) if document.is_written_at(path) and not is_gone(path) else ():
-            if is_gone(other):
+        for other in references_in(text, root) if document.is_written_at(path) and not is_removed(path) else ():
+            if is_removed(other):
                 yield replace(
-                    usual,
+                    template,
                     key="interpolation",
                     value="${" + ".".join(map(str, other[len(root) :])) + "}",
                     reason=f"line {nearest_line(document, path)} refers to a key that is not there any more",
@@ -100,21 +104,21 @@ def _shared_findings(document: Document, changes: Sequence[Change], *, changes_e
                 )
     if changes_elsewhere:
         yield replace(
-            usual,
+            template,
             key="anchor",
             reason="another part of the file is an alias of something in this section, and would change with it",
             hint="write out what the alias stands for",
         )
 
 
-def _not_as_meant(document: Document, path: Path, section: Section) -> ConfigError:
+def _wrong_text_error(document: Document, path: Path, section: Section) -> ConfigError:
     """Return the error for a new text that does not have the intended values."""
-    way_out = (
+    next_step = (
         "write out what stands in the file as an alias of something in the section"
         if document.has_aliases
         else "write the section in lines of key: value, and please report the file as a fault of composer-fsdp2's"
     )
     return ConfigError(
         f"{document.name}:{document.line_of(section.path)}:1: the new text would not say what it should at "
-        f"{'.'.join(map(str, path)) or 'its top'}, so nothing was written; {way_out}"
+        f"{'.'.join(map(str, path)) or 'its top'}, so nothing was written; {next_step}"
     )

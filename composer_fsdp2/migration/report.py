@@ -94,15 +94,15 @@ class Report:
         return self._by_reason("approximate", lambda outcome: outcome is Outcome.APPROXIMATE, num_places=0)
 
     def _by_reason(self, heading: str, is_shown: Callable[[Outcome], bool], num_places: int) -> str:
-        alike: defaultdict[str, list[Finding]] = defaultdict(list)
+        by_reason: defaultdict[str, list[Finding]] = defaultdict(list)
         for section in (each for result in self.results if result.migration for each in result.migration.sections):
             for finding in section.findings:
                 if is_shown(finding.outcome):
-                    alike[finding.sentence("")].append(finding)
+                    by_reason[finding.sentence("")].append(finding)
         width = text_width(sys.maxsize)
         texts = []
-        for findings in sorted(alike.values(), key=len, reverse=True):
-            values = and_more(list(dict.fromkeys(short(each.value) for each in findings)), _SHOWN_VALUES)
+        for findings in sorted(by_reason.values(), key=len, reverse=True):
+            values = and_more(list(dict.fromkeys(repr(each.value) for each in findings)), _SHOWN_VALUES)
             text = f"  {len(findings)} x {findings[0].sentence(values)}"
             texts.append(textwrap.fill(text, width, subsequent_indent=" " * 6, break_on_hyphens=False))
             if num_places:

@@ -178,8 +178,8 @@ def fields_of(run: RunConfig) -> dict[str, Any]:
         "mesh.groups": mesh.groups,
         "mesh.shards": mesh.shard_degree,
         "mesh.replicas": mesh.replicate_degree if has_replicas else None,
-        **_flat(config),
-        **_flat(run.with_batches()),
+        **_flattened_fields(config),
+        **_flattened_fields(run.with_batches()),
         "tiled_mlp.chunks": run.mlp_chunks,
         "tiled_mlp.classes": () if tiled is None else tiled.classes,
         "num_ranks": _num_ranks(run),
@@ -187,12 +187,12 @@ def fields_of(run: RunConfig) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name not in _NOT_COMPARED}
 
 
-def _flat(value: Any) -> dict[str, Any]:
+def _flattened_fields(value: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field in fields(value):
         inner = getattr(value, field.name)
         if is_dataclass(inner) and not isinstance(inner, MeshSpec | TiledMLP | ShardingConfig):
-            found |= {f"{field.name}.{name}": each for name, each in _flat(inner).items()}
+            found |= {f"{field.name}.{name}": each for name, each in _flattened_fields(inner).items()}
         else:
             found[field.name] = inner
     return found
@@ -200,15 +200,15 @@ def _flat(value: Any) -> dict[str, Any]:
 
 def changed(before: RunConfig, after: RunConfig) -> dict[str, Any]:
     """Return the fields in which two runs differ on the same number of ranks, with the values in ``after``."""
-    asked = replace(before, num_ranks=_num_ranks(before)).with_degrees()
-    found = replace(after, num_ranks=asked.num_ranks)
-    old = fields_of(asked)
-    new = fields_of(found.with_degrees() if asked.with_degrees() is not asked else found)
+    expected = replace(before, num_ranks=_num_ranks(before)).with_degrees()
+    found = replace(after, num_ranks=expected.num_ranks)
+    old = fields_of(expected)
+    new = fields_of(found.with_degrees() if expected.with_degrees() is not expected else found)
     new["num_ranks"] = _num_ranks(after)
-    passed = {name for name in _MORE if new[name] and not old[name]}
+    ignored = {name for name in _MORE if new[name] and not old[name]}
     if not new["activation_checkpointing.checkpoint"] and not new["activation_checkpointing.cpu_offload"]:
-        passed |= _HOW_RECOMPUTED
-    return {name: new[name] for name in old if old[name] != new[name] and name not in passed}
+        ignored |= _HOW_RECOMPUTED
+    return {name: new[name] for name in old if old[name] != new[name] and name not in ignored}
 
 
 def _num_ranks(run: RunConfig) -> int | None:

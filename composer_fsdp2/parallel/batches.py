@@ -86,25 +86,27 @@ def check_batch(batch: Any, group: dist.ProcessGroup | None = None, *, what: str
 
 
 def check_values(
-    parts: list[BatchValue], group: dist.ProcessGroup | None = None, *, what: str, ways_out: str | None = None
+    parts: list[BatchValue], group: dist.ProcessGroup | None = None, *, what: str, alternatives: str | None = None
 ) -> None:
     """As ``check_batch``, for the result of ``batch_values``.
 
     Args:
-        ways_out: The alternatives in the message; None means those for a loader.
+        alternatives: The alternatives in the message; None means those for a loader.
     """
     is_same = len(set(all_gather_object(digest_of(parts), group))) == 1
     of_ranks = [] if is_same else all_gather_object(parts, group)
-    agree(lambda: None if is_same else _refuse(of_ranks, _ranks_of(group), what, ways_out), lambda _: "", ConfigError)
+    agree(
+        lambda: None if is_same else _refuse(of_ranks, _ranks_of(group), what, alternatives), lambda _: "", ConfigError
+    )
 
 
 def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:
     return list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
 
 
-def _refuse(parts: Sequence[Sequence[BatchValue]], ranks: Sequence[int], what: str, ways_out: str | None) -> None:
+def _refuse(parts: Sequence[Sequence[BatchValue]], ranks: Sequence[int], what: str, alternatives: str | None) -> None:
     other, size = next(number for number, each in enumerate(parts) if each != parts[0]), len(ranks)
-    ways_out = ways_out or (
+    alternatives = alternatives or (
         f"Give the ranks of a group the same data: a DistributedSampler with num_replicas=world_size // {size} and "
         f"rank=rank // {size} (composer.utils.dist.get_sampler takes both); a StreamingDataset with replication={size} "
         f"(`replication: {size}` in the dataset section of an LLM Foundry YAML); or broadcast_batch: first or gather "
@@ -112,8 +114,8 @@ def _refuse(parts: Sequence[Sequence[BatchValue]], ranks: Sequence[int], what: s
     )
     raise ConfigError(
         f"ranks {ranks[0]} and {ranks[other]} compute one batch together (as each {size} ranks in a row do) and "
-        f"have different ones at {what}: {_difference(parts[0], parts[other])}. {ways_out}; check_data: false trains "
-        "on all the same",
+        f"have different ones at {what}: {_difference(parts[0], parts[other])}. {alternatives}; check_data: false "
+        "trains on all the same",
         keys=("check_data", "broadcast_batch"),
     )
 

@@ -28,7 +28,7 @@ def connect_first(output: Any, others: Sequence[torch.Tensor]) -> Any:
     return map_tensors(output, lambda each: connect(each, others) if each is first else each)
 
 
-def without_rows(arguments: Arguments) -> Arguments:
+def with_zero_rows(arguments: Arguments) -> Arguments:
     """Slice ``[:0]`` of each tensor that has as many rows as the first tensor. The slices stay in autograd's graph.
 
     The backward of a slice adds no gradient to its tensor. Other operators must compute the gradients of these tensors.
@@ -36,15 +36,15 @@ def without_rows(arguments: Arguments) -> Arguments:
     num_rows = next((tensor.shape[0] for tensor in tensors_in(arguments) if tensor.dim()), 0)
 
     changed: Arguments = map_tensors(
-        arguments, lambda each: _NoRows.apply(each) if num_rows and each.dim() and len(each) == num_rows else each
+        arguments, lambda each: _ZeroRows.apply(each) if num_rows and each.dim() and len(each) == num_rows else each
     )
     return changed
 
 
-def detached_without_rows(arguments: Arguments) -> Arguments:
-    """As ``without_rows``, but detached and copied, so that the slices do not keep activations alive."""
+def detached_with_zero_rows(arguments: Arguments) -> Arguments:
+    """As ``with_zero_rows``, but detached and copied, so that the slices do not keep activations alive."""
     kept: Arguments = map_tensors(
-        without_rows(arguments), lambda each: each.detach() if each.numel() else torch.empty_like(each)
+        with_zero_rows(arguments), lambda each: each.detach() if each.numel() else torch.empty_like(each)
     )
     return kept
 
@@ -69,7 +69,7 @@ class _Connect(torch.autograd.Function):
         return gradient, *nothing
 
 
-class _NoRows(torch.autograd.Function):
+class _ZeroRows(torch.autograd.Function):
     """``tensor[:0]``, without a backward that adds zeros to the tensor's gradient."""
 
     @staticmethod

@@ -37,13 +37,13 @@ class DividedLayers:
             positions, features).
         caches: The names of parameters for KV caches, which are set to None: no other code could use the keys and
             values of a part.
-        takes_whole: Returns whether a layer accepts a tensor of the full sequences, or one without a dimension of rows,
-            as the parameter of this name.
-        full_mask: Creates a mask of the full sequences without padding, from a layer's input and the length. If the
-            length is not a multiple of the number of ranks, it masks the positions that were added. None if attention
-            is causal.
-        keeps_whole: Whether the output is gathered in each forward, because the model reshapes it to the shape of full
-            sequences.
+        takes_full_sequence: Returns whether a layer accepts a tensor of the full sequences, or one without a dimension
+            of rows, as the parameter of this name.
+        full_sequence_mask: Creates a mask of the full sequences without padding, from a layer's input and the length.
+            If the length is not a multiple of the number of ranks, it masks the positions that were added. None if
+            attention is causal.
+        always_gathers: Whether the output is gathered in each forward, because the model reshapes it to the shape of
+            full sequences.
         is_open: Whether a forward is currently between the first layer and the last one.
         length: The length of the full sequences in the current forward, or in the previous one.
         padding: The padding of the batch, during a forward that returns the loss of a part.
@@ -56,9 +56,9 @@ class DividedLayers:
     group: ContextGroup
     angles: str = "position_embeddings"
     caches: tuple[str, ...] = ()
-    takes_whole: Callable[[str], bool] = lambda name: True
-    full_mask: Callable[[torch.Tensor, int], torch.Tensor] | None = None
-    keeps_whole: bool = False
+    takes_full_sequence: Callable[[str], bool] = lambda name: True
+    full_sequence_mask: Callable[[torch.Tensor, int], torch.Tensor] | None = None
+    always_gathers: bool = False
     is_open: bool = False
     length: int = 0
     num_exchanges: int = 0
@@ -75,9 +75,9 @@ class DividedLayers:
         """
         for path in self.layers:
             layer = at_path(model, path)
-            enter = untraced(partial(self._enter, path, _parameters_of(layer)))
-            layer.register_forward_pre_hook(enter, with_kwargs=True)
-        layer.register_forward_hook(untraced(partial(self._leave)))
+            before_layer = untraced(partial(self._before_layer, path, _parameters_of(layer)))
+            layer.register_forward_pre_hook(before_layer, with_kwargs=True)
+        layer.register_forward_hook(untraced(partial(self._after_last_layer)))
 
     def note_exchange(self) -> None:
         """Called by attention before its exchange.
@@ -122,7 +122,7 @@ class DividedLayers:
             output = output.take_along_dim(mask.argsort(dim=-1).transpose(dim, 3), dim)
         return self.group.to_sequence(self.group.padded(output, dim, 0), 3 - dim, dim)
 
-    def whole(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+    def full_sequence(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """All-gather the output of these layers to full sequences. Returned unchanged if it has the full length."""
         return tensor if tensor.shape[dim] == self.length else self.group.to_whole(tensor, self.length, dim)
 
@@ -131,26 +131,26 @@ class DividedLayers:
         is_whole = tensor.shape[dim] == self.length
         return self.group.part(self.group.padded(tensor, dim, 0), dim) if is_whole else tensor
 
-    def _enter(
+    def _before_layer(
         self, path: str, parameters: tuple[str, ...], layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = dict(zip(parameters, args, strict=False)) | kwargs
         hidden = given[parameters[0]]
         if path == self.layers[0]:
             if not is_in_backward():
-                self._note_pass()
+                self._check_single_pass()
                 self.is_open, self.length, self.num_exchanges = True, hidden.shape[1], 0
-                self.gathers = self.keeps_whole or not self.group.in_parts
+                self.gathers = self.always_gathers or not self.group.in_parts
             hidden = self.group.part(self.group.padded(hidden, 1, 0))
         elif not self.is_open and not is_in_backward():
             raise self._outside()
         changed = {parameters[0]: hidden}
         for name, value in given.items():
             if name.startswith(self.angles):
-                changed[name] = map_tensors(value, self._angles_of_part)
+                changed[name] = map_tensors(value, self._local_angles)
             elif name in self.caches:
                 changed[name] = None
-            elif name != parameters[0] and tensors_in(value) and not self.takes_whole(name):
+            elif name != parameters[0] and tensors_in(value) and not self.takes_full_sequence(name):
                 raise UnsupportedError(
                     f"{KEY}: {path} got {name}, and it is not known which part of it belongs to a part of a row; leave "
                     "the key out",
@@ -158,15 +158,15 @@ class DividedLayers:
                 )
         if self.order is not None:
             changed["attention_mask"] = self.order
-        if self.full_mask and given.get("attention_mask") is None and self.length % self.group.size:
-            changed["attention_mask"] = self.full_mask(hidden, self.length)
+        if self.full_sequence_mask and given.get("attention_mask") is None and self.length % self.group.size:
+            changed["attention_mask"] = self.full_sequence_mask(hidden, self.length)
         positional = tuple(changed.get(name, value) for name, value in zip(parameters, args, strict=False))
         return positional, {
             **kwargs,
             **{name: changed[name] for name in changed if name not in parameters[: len(args)]},
         }
 
-    def _note_pass(self) -> None:
+    def _check_single_pass(self) -> None:
         """Raise if the first layer runs again within a forward, where it would divide this rank's part once more."""
         if self.num_passes is None:
             return
@@ -178,10 +178,10 @@ class DividedLayers:
             )
         self.num_passes += 1
 
-    def _angles_of_part(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _local_angles(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.group.part(self.group.padded(tensor, tensor.dim() - 2, 0), tensor.dim() - 2)
 
-    def _leave(self, layer: nn.Module, args: Any, output: Any) -> Any:
+    def _after_last_layer(self, layer: nn.Module, args: Any, output: Any) -> Any:
         """Runs after the last layer."""
         hidden = output[0] if isinstance(output, tuple) else output
         if not is_in_backward() and self.num_exchanges != len(self.layers):

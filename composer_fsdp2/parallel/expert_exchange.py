@@ -60,9 +60,9 @@ def exchange(
     tokens = order // num_choices
     # bincount would synchronize with the device to read the largest number.
     counts = chosen.new_zeros(experts.num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
-    arriving, sent, received, of_own = _agree(counts, len(tokens), experts)
+    num_arriving, sent, received, num_rows_per_expert = _agree(counts, len(tokens), experts)
     arrived = _Exchange.apply(rows[tokens], sent, received, experts.group)
-    computed = _by_expert(arrived, arriving, of_own, compute)
+    computed = _by_expert(arrived, num_arriving, num_rows_per_expert, compute)
     back = _Exchange.apply(computed, received, sent, experts.group)
     weighted = back * weights.flatten()[order].unsqueeze(-1)
     out = torch.zeros_like(rows, dtype=dtype, memory_format=torch.contiguous_format)
@@ -70,17 +70,20 @@ def exchange(
 
 
 def _by_expert(
-    arrived: torch.Tensor, arriving: torch.Tensor, of_own: list[int], compute: Callable[[Rows], torch.Tensor]
+    arrived: torch.Tensor,
+    num_arriving: torch.Tensor,
+    num_rows_per_expert: list[int],
+    compute: Callable[[Rows], torch.Tensor],
 ) -> torch.Tensor:
     """Sort the received rows by expert and compute them. They arrive ordered by source rank, and then by expert.
 
     An expert without rows is computed on zero rows, so that all ranks exchange the gradients in the same order.
     """
-    num_ranks, num_own = arriving.shape
+    num_ranks, num_own = num_arriving.shape
     numbers = torch.arange(num_own, device=arrived.device).repeat(num_ranks)
-    numbers = numbers.repeat_interleave(arriving.flatten(), output_size=len(arrived))
+    numbers = numbers.repeat_interleave(num_arriving.flatten(), output_size=len(arrived))
     order = numbers.argsort(stable=True)
-    return compute(Rows(arrived[order], of_own, numbers[order]))[order.argsort()]
+    return compute(Rows(arrived[order], num_rows_per_expert, numbers[order]))[order.argsort()]
 
 
 def _agree(
@@ -97,19 +100,19 @@ def _agree(
 
     Called on all ranks. Synchronizes once with the device.
     """
-    num_ranks, arriving = dist.get_world_size(experts.group), torch.empty_like(counts)
-    launch(dist.all_to_all_single, arriving, counts, group=experts.group)
-    arriving = arriving.view(num_ranks, -1)
-    numbers = torch.cat([counts.view(num_ranks, -1).sum(1), arriving.sum(1), arriving.sum(0)])
+    num_ranks, num_arriving = dist.get_world_size(experts.group), torch.empty_like(counts)
+    launch(dist.all_to_all_single, num_arriving, counts, group=experts.group)
+    num_arriving = num_arriving.view(num_ranks, -1)
+    numbers = torch.cat([counts.view(num_ranks, -1).sum(1), num_arriving.sum(1), num_arriving.sum(0)])
     if experts.is_even:
-        sent = _even(num_rows, num_ranks)
+        sent = _even_split(num_rows, num_ranks)
         received = [sent[dist.get_rank(experts.group)]] * num_ranks
-        return arriving, sent, received, _even(sum(received), len(experts.own))
+        return num_arriving, sent, received, _even_split(sum(received), len(experts.own))
     on_host = numbers.tolist()
-    return arriving, on_host[:num_ranks], on_host[num_ranks : 2 * num_ranks], on_host[2 * num_ranks :]
+    return num_arriving, on_host[:num_ranks], on_host[num_ranks : 2 * num_ranks], on_host[2 * num_ranks :]
 
 
-def _even(number: int, num_parts: int) -> list[int]:
+def _even_split(number: int, num_parts: int) -> list[int]:
     """Divide ``number`` into ``num_parts`` integers that differ by at most 1, the larger ones first."""
     return [-(-(number - place) // num_parts) for place in range(num_parts)]
 

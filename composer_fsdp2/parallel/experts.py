@@ -30,7 +30,7 @@ from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import PlanError, UnsupportedError
 from composer_fsdp2.parallel.expert_exchange import Experts
 from composer_fsdp2.parallel.expert_layers import ALL_EXPERTS, KINDS
-from composer_fsdp2.parallel.tensor import is_last_axis, is_of_experts
+from composer_fsdp2.parallel.tensor import is_expert_sharded, is_last_axis
 from composer_fsdp2.sharding.meshes import group_along
 from composer_fsdp2.sharding.modules import ancestors_or_self, at_path, is_at_or_under
 from composer_fsdp2.sharding.plan import ShardingPlan, ShardUnit
@@ -75,8 +75,8 @@ def plan_experts(model: nn.Module, config: ShardingConfig, choices: ModelChoices
 
     Call this on all ranks with the same model. Does not communicate.
     """
-    split = _split_by_script(model, config.mesh)
-    degrees = sorted(({config.expert_parallel_degree} - {1}).union(mesh.size() for mesh in split.values()))
+    sharded = _sharded_by_script(model, config.mesh)
+    degrees = sorted(({config.expert_parallel_degree} - {1}).union(mesh.size() for mesh in sharded.values()))
     if not degrees:
         return ExpertPlan(layers=(), choices=choices, placements={})
     if len(degrees) > 1:
@@ -84,12 +84,12 @@ def plan_experts(model: nn.Module, config: ShardingConfig, choices: ModelChoices
             f"experts are split over {degrees[0]} and over {degrees[1]} ranks ({_KEY} is "
             f"{config.expert_parallel_degree}, other weights are split already); use one degree"
         )
-    layers = _layers(model, choices, split, degrees[0])
+    layers = _layers(model, choices, sharded, degrees[0])
     modules = dict(model.named_modules(remove_duplicate=False))
     chosen, problems = dict(choices.chosen), list[str]()
     for layer in layers:
         own = chosen.setdefault(layer.module, _UNIT_FOR_EXPERTS)
-        problems += _problems_of_layer(modules[layer.module], layer, own.overrides.given)
+        problems += _layer_problems(modules[layer.module], layer, own.overrides.given)
         if layer.is_split:
             settings = {key: value for key, value in own.overrides.given.items() if key not in _MESH_KEYS}
             mesh = MeshSpec.of_experts(layer.degree, device_type=config.mesh.device_type)
@@ -98,7 +98,7 @@ def plan_experts(model: nn.Module, config: ShardingConfig, choices: ModelChoices
     if problems:
         raise PlanError("\n".join(problems))
     choices = replace(choices, chosen=chosen)
-    return ExpertPlan(layers=layers, choices=choices, placements=dict.fromkeys(split, Shard(0)))
+    return ExpertPlan(layers=layers, choices=choices, placements=dict.fromkeys(sharded, Shard(0)))
 
 
 def paths_of_experts(model: nn.Module) -> frozenset[str]:
@@ -121,11 +121,11 @@ def with_experts(plan: ShardingPlan, layers: tuple[SplitExperts, ...]) -> Shardi
     gathered_in_part = {each.module: each for each in layers if not each.is_split}
     numbers = {path: number for number, unit in enumerate(plan.units) for path in unit.modules}
 
-    def place(unit: ShardUnit) -> tuple[int, bool]:
+    def position(unit: ShardUnit) -> tuple[int, bool]:
         above = (path for path in ancestors_or_self(unit.name) if path in numbers and path not in added)
         return numbers[next(above, unit.name)], unit.name not in added
 
-    units = sorted(plan.units, key=place)
+    units = sorted(plan.units, key=position)
     for number, unit in enumerate(units):
         if layer := gathered_in_part.get(unit.name):
             specs = (
@@ -180,7 +180,7 @@ def needed_rows(layer: SplitExperts, module: nn.Module) -> dict[nn.Parameter, Ro
     return needed
 
 
-def problems_of_experts(plan: ShardingPlan) -> Iterator[str]:
+def expert_problems(plan: ShardingPlan) -> Iterator[str]:
     """Messages about expert layers in a plan that are not supported, or would train incorrectly."""
     units = {path: unit for unit in plan.units for path in unit.modules}
     specs = (spec for unit in plan.units for spec in (*unit.parameters, *unit.replicated))
@@ -201,13 +201,13 @@ def problems_of_experts(plan: ShardingPlan) -> Iterator[str]:
                 f"{and_more(outside)}: of the experts of {each.module}, and not sharded with it; let no expert be a "
                 "unit, ignored, or of another dtype than the rest of the module"
             )
-        yield from _unlike_expert_problems(each, unit)
+        yield from _mismatched_expert_problems(each, unit)
         shards = unit.mesh.shard_degree
         if not each.is_split and (unit.mesh.is_grouped or (shards != -1 and shards % each.degree)):
             yield f"{each.module} is sharded over {unit.mesh.text}, which {_KEY} {each.degree} does not divide"
 
 
-def _unlike_expert_problems(layer: SplitExperts, unit: ShardUnit) -> Iterator[str]:
+def _mismatched_expert_problems(layer: SplitExperts, unit: ShardUnit) -> Iterator[str]:
     """Yield messages about experts that train different parameters.
 
     Ranks reduce the gradients of their experts together, so all experts must train the same parameters.
@@ -218,8 +218,8 @@ def _unlike_expert_problems(layer: SplitExperts, unit: ShardUnit) -> Iterator[st
         if expert is not None and len(spec.names) > 1:
             yield f"{' = '.join(spec.names)}: experts that share a weight cannot lie on different ranks; untie it"
         if expert not in (None, ALL_EXPERTS):
-            alike = spec.name.replace(f".{expert}.", ".*.", 1)
-            trained.setdefault(alike, {})[spec.is_trained] = spec.name
+            pattern = spec.name.replace(f".{expert}.", ".*.", 1)
+            trained.setdefault(pattern, {})[spec.is_trained] = spec.name
     for names in trained.values():
         if len(names) > 1:
             yield (
@@ -239,13 +239,13 @@ def _expert_of(layer: SplitExperts, name: str) -> int | None:
 # Which modules
 
 
-def _split_by_script(model: nn.Module, of_model: MeshSpec) -> dict[nn.Parameter, DeviceMesh]:
+def _sharded_by_script(model: nn.Module, of_model: MeshSpec) -> dict[nn.Parameter, DeviceMesh]:
     """The weights that a script has already sharded by experts, with the mesh axis."""
-    split: dict[nn.Parameter, DeviceMesh] = {}
+    sharded: dict[nn.Parameter, DeviceMesh] = {}
     for parameter in model.parameters():
-        if not isinstance(parameter, DTensor) or not is_of_experts(parameter):
+        if not isinstance(parameter, DTensor) or not is_expert_sharded(parameter):
             continue
-        mesh = split[parameter] = parameter.device_mesh
+        mesh = sharded[parameter] = parameter.device_mesh
         parent, placements = parent_mesh(mesh), list(parameter.placements)
         if parent.ndim > 2:
             raise UnsupportedError(f"HSDP + MoE is not supported: experts are split along {mesh}, of {parent}")
@@ -255,15 +255,15 @@ def _split_by_script(model: nn.Module, of_model: MeshSpec) -> dict[nn.Parameter,
                 'ranks, as init_device_mesh("cuda", (shard, experts), mesh_dim_names=('
                 f'"weight_parallel", "{EXPERT_AXIS}")), and split the first dimension along mesh["{EXPERT_AXIS}"]'
             )
-    beside = {
+    unsupported = {
         "experts that a script split already, beside tensor parallelism, whose consecutive ranks would have different "
         f"ones; leave one of the two out, or pass the experts unsplit and give {_KEY}": of_model.tensor_degree > 1,
         "experts that a script split already, beside replicas; leave data_parallel_replicate_degree, HYBRID_SHARD or "
         f"NO_SHARD out, or pass the experts unsplit and give {_KEY}": of_model.has_replicas,
     }
-    if split:
-        check_split_experts(of_model, *(text for text, is_given in beside.items() if is_given))
-    return split
+    if sharded:
+        check_split_experts(of_model, *(text for text, is_given in unsupported.items() if is_given))
+    return sharded
 
 
 def _known_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, int]]:
@@ -275,7 +275,7 @@ def _known_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, int]]
 
 
 def _layers(
-    model: nn.Module, choices: ModelChoices, split: Mapping[nn.Parameter, DeviceMesh], degree: int
+    model: nn.Module, choices: ModelChoices, sharded: Mapping[nn.Parameter, DeviceMesh], degree: int
 ) -> tuple[SplitExperts, ...]:
     """The expert-parallel layers: those of known kinds, and modules whose weights a script has sharded by experts."""
     found = {
@@ -291,7 +291,7 @@ def _layers(
     }
     for use in parameter_uses(model):
         above = ancestors_or_self(use.owners[0][0])
-        if use.parameter in split and not any(path in found for path in above):
+        if use.parameter in sharded and not any(path in found for path in above):
             path = next((each for each in above if each in with_mesh), None)
             if path is None:
                 raise PlanError(
@@ -308,7 +308,7 @@ def _layers(
     return tuple(found.values())
 
 
-def _problems_of_layer(module: nn.Module, layer: SplitExperts, settings: Mapping[str, Any]) -> Iterator[str]:
+def _layer_problems(module: nn.Module, layer: SplitExperts, settings: Mapping[str, Any]) -> Iterator[str]:
     if layer.num_experts % layer.degree:
         yield (
             f"{layer.module} has {layer.num_experts} experts, which {_KEY} {layer.degree} does not divide; use "
@@ -327,14 +327,14 @@ def _problems_of_layer(module: nn.Module, layer: SplitExperts, settings: Mapping
             "dimension they stand one after the other; hold it in another module, or pass the layer unsplit"
         )
     for key in _MESH_KEYS:
-        if key in settings and not (layer.is_split and _is_rest_of(settings[key], layer.degree)):
+        if key in settings and not (layer.is_split and _has_same_experts(settings[key], layer.degree)):
             yield (
                 f"{layer.module} has a {key} of its own, {settings[key]}, which is not the rest of a mesh along which "
                 "its experts are split; leave it out"
             )
 
 
-def _is_rest_of(mesh: Any, degree: int) -> bool:
+def _has_same_experts(mesh: Any, degree: int) -> bool:
     """Whether the mesh contains the ranks with the same experts, for groups of ``degree`` consecutive ranks."""
     ranks = range(dist.get_rank() % degree, dist.get_world_size(), degree)
     return isinstance(mesh, DeviceMesh) and mesh.mesh.flatten().tolist() == list(ranks)

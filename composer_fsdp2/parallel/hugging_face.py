@@ -29,7 +29,7 @@ _warn_once = functools.cache(logging.getLogger(__name__).warning)
 
 NAME = "Hugging Face's models whose attention goes through transformers' interface"
 _OURS = "composer_fsdp2_ulysses"
-_FORMER = ("eager", "sdpa", "flash_attention_2")
+_SUPPORTED = ("eager", "sdpa", "flash_attention_2")
 
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
@@ -65,7 +65,7 @@ class _Stack:
         kinds = ("sliding_window", "attention_chunk_size")
         return any(getattr(config, kind, None) for config in configs for kind in kinds)
 
-    def why_whole(self) -> str | None:
+    def full_sequence_reason(self) -> str | None:
         """The reason why each rank computes these layers on full sequences; None if the layers can be divided."""
         if not {"input_ids", "inputs_embeds"} & _parameters_of(self.owner.forward):
             return "its rows are not those of a text"
@@ -89,8 +89,8 @@ def _stacks(model: nn.Module) -> list[_Stack]:
     return list(found.values())
 
 
-def _divided(model: nn.Module) -> list[_Stack]:
-    return [stack for stack in _stacks(model) if stack.why_whole() is None]
+def _divided_stacks(model: nn.Module) -> list[_Stack]:
+    return [stack for stack in _stacks(model) if stack.full_sequence_reason() is None]
 
 
 def _attention_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -105,36 +105,38 @@ def _attention_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _attentions(model: nn.Module) -> Mapping[str, AttentionFacts]:
-    return {path: _facts(module) for stack in _divided(model) for path, module in stack.attentions.items()}
+    return {
+        path: _attention_facts(module) for stack in _divided_stacks(model) for path, module in stack.attentions.items()
+    }
 
 
-def _facts(module: Any) -> AttentionFacts:
+def _attention_facts(module: Any) -> AttentionFacts:
     dropouts = (getattr(module, name, None) for name in ("attention_dropout", "attn_dropout", "dropout"))
     return AttentionFacts(
         num_heads=module.config.num_attention_heads,
         dropout=next((getattr(each, "p", each) for each in dropouts if each is not None), 0.0),
-        problems=tuple(_problems_of_attention(module)),
+        problems=tuple(_attention_problems(module)),
     )
 
 
-def _problems_of_attention(module: Any) -> Iterator[str]:
-    former = module.config._attn_implementation
+def _attention_problems(module: Any) -> Iterator[str]:
+    original = module.config._attn_implementation
     if not any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in _files_of(module)):
         yield "it does not go through transformers' interface in this release; leave the key out"
-    elif former not in _FORMER or _attend_of(module, former) is None:
-        known = f"{', '.join(_FORMER[:-1])} or {_FORMER[-1]}"
-        yield f"its attention is {former!r}; give the model attn_implementation: {known}"
+    elif original not in _SUPPORTED or _attend_of(module, original) is None:
+        known = f"{', '.join(_SUPPORTED[:-1])} or {_SUPPORTED[-1]}"
+        yield f"its attention is {original!r}; give the model attn_implementation: {known}"
     if next(module.parameters(recurse=False), None) is not None:
         yield "it has parameters of its own, which are likely one for each head; leave the key out"
     if getattr(module, "reorder_and_upcast_attn", False):
         yield "reorder_and_upcast_attn goes past transformers' interface; set it to false"
     if isinstance(getattr(module, "indexer", None), nn.Module):
         yield "its indexer chooses among the places that it gets, those of a part; leave the key out"
-    if _counts_places(module):
+    if _uses_positions(module):
         yield "it scales queries by places that it counts itself, and would count those of a part; leave the key out"
 
 
-def _counts_places(module: Any) -> bool:
+def _uses_positions(module: Any) -> bool:
     """Whether an attention module uses positions in another way than by rotary angles."""
     forward = inspect.unwrap(type(module).forward)
     if hasattr(module, "attn_temperature_tuning"):  # Llama 4, in layers without rotary angles
@@ -153,10 +155,10 @@ def _parameters_of(function: Callable[..., Any]) -> set[str]:
 
 
 def _problems(model: nn.Module) -> Iterator[str]:
-    divided = _divided(model)
-    if not divided:
-        yield from (f"{stack.path}: {stack.why_whole()}; leave the key out" for stack in _stacks(model))
-    for stack in divided:
+    divided_stacks = _divided_stacks(model)
+    if not divided_stacks:
+        yield from (f"{stack.path}: {stack.full_sequence_reason()}; leave the key out" for stack in _stacks(model))
+    for stack in divided_stacks:
         yield from (f"{text}; leave the key out" for text in _other_mixers(stack))
 
 
@@ -175,15 +177,15 @@ def _other_mixers(stack: _Stack) -> Iterator[str]:
 
 def _notes(model: Any) -> Iterator[str]:
     yield from (
-        f"{KEY}: {stack.path} computes whole rows on each rank: {stack.why_whole()}"
+        f"{KEY}: {stack.path} computes whole rows on each rank: {stack.full_sequence_reason()}"
         for stack in _stacks(model)
-        if stack.why_whole() and "input_ids" in _parameters_of(stack.owner.forward)
+        if stack.full_sequence_reason() and "input_ids" in _parameters_of(stack.owner.forward)
     )
-    if type(model).__name__.endswith("ForCausalLM") and (why := _why_undivided(model)):
+    if type(model).__name__.endswith("ForCausalLM") and (why := _full_loss_reason(model)):
         yield f"{KEY}: logits and loss are computed of whole rows on each rank: {why}"
 
 
-def _why_undivided(model: Any) -> str | None:
+def _full_loss_reason(model: Any) -> str | None:
     """The reason why the loss of a model cannot be divided over ranks; None if it can.
 
     A loss can be divided if it is a sum over a count that the model is passed. Other losses may compute the mean over
@@ -196,7 +198,7 @@ def _why_undivided(model: Any) -> str | None:
     kinds = [each.kind for each in inspect.signature(model.forward).parameters.values()]
     if "labels" not in _parameters_of(model.forward) or inspect.Parameter.VAR_KEYWORD not in kinds:
         return f"{name}.forward takes no labels, or no shift_labels and num_items_in_batch for its loss"
-    if "loss_function" not in forward.__code__.co_names or len(_divided(model)) != 1:
+    if "loss_function" not in forward.__code__.co_names or len(_divided_stacks(model)) != 1:
         return f"{name}.forward computes a loss of its own"
     if getattr(model.config, "is_encoder_decoder", False):
         return f"the labels of {name} are another sequence"
@@ -210,10 +212,10 @@ def _why_undivided(model: Any) -> str | None:
 
 
 # The previous attention function of each attention module, and the layers in which it exchanges heads for sequence.
-_EXCHANGING: WeakKeyDictionary[nn.Module, tuple[Attend, DividedLayers]] = WeakKeyDictionary()
+_EXCHANGED: WeakKeyDictionary[nn.Module, tuple[Attend, DividedLayers]] = WeakKeyDictionary()
 
 
-class _WithFewerHeads:
+class _RegroupedHeads:
     """An attention module with another number of query heads per key and value head, after the latter were repeated."""
 
     def __init__(self, module: nn.Module, groups: int) -> None:
@@ -235,19 +237,19 @@ def _attend_exchanged(
 
     Tensors are (batch, heads, positions, features); the mask is that of the full sequences.
     """
-    former, layers = _EXCHANGING[module]
+    original, layers = _EXCHANGED[module]
     if options.get("dropout"):
         raise UnsupportedError(f"{KEY}: attention dropout of {options['dropout']:g}; set it to 0", keys=(KEY,))
     bias = options.get("position_bias")  # (1, heads, positions, positions)
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         length = query.shape[2]
-        seen = _WithFewerHeads(module, query.shape[1] // key.shape[1])
+        proxy = _RegroupedHeads(module, query.shape[1] // key.shape[1])
         if bias is not None:
             options["position_bias"] = layers.group.part(bias, 1)[..., :length, :length]
         if "is_causal" in options:  # was computed from the number of positions of a part
             options["is_causal"] = mask is None and bool(module.is_causal)
-        return former(seen, query, key, value, mask, **options)[0]
+        return original(proxy, query, key, value, mask, **options)[0]
 
     return layers.exchanged(attend, attention_mask, query, key, value, dim=1), None
 
@@ -257,18 +259,18 @@ def _attend_of(module: nn.Module, name: str) -> Attend | None:
     if name == "eager":  # defined in the model's own module
         found = (getattr(file, "eager_attention_forward", None) for file in _files_of(module))
         return next((attend for attend in found if attend is not None), None)
-    return _functions().get(name)
+    return _attention_functions().get(name)
 
 
 def _files_of(module: nn.Module) -> list[Any]:
     return [sys.modules[cls.__module__] for cls in type(module).__mro__ if cls.__module__ in sys.modules]
 
 
-def _functions() -> Any:
+def _attention_functions() -> Any:
     return sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
 
 
-def _mask_of_all(attention: str, hidden: torch.Tensor, length: int) -> torch.Tensor:
+def _all_positions_mask(attention: str, hidden: torch.Tensor, length: int) -> torch.Tensor:
     """A mask in which all positions attend to each other, in the format of an attention implementation."""
     if attention == "flash_attention_2":
         return hidden.new_ones(len(hidden), length, dtype=torch.int64)
@@ -281,20 +283,20 @@ def _mask_of_all(attention: str, hidden: torch.Tensor, length: int) -> torch.Ten
 # The model
 
 # Arguments of full sequences, or without a dimension of rows, that layers may get: attention uses them unchanged.
-_OF_WHOLE_ROWS = {
+_FULL_SEQUENCE_ARGUMENTS = {
     "attention_mask", "position_ids", "cache_position", "last_cache_position", "labels", "shift_labels",
     "num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_bias", "kwargs",
 }  # fmt: skip
 _CACHES = ("past_key_values", "past_key_value", "cache", "layer_past")
-_OF_PLACES = ("last_hidden_state", "hidden_states")
+_PER_POSITION_OUTPUTS = ("last_hidden_state", "hidden_states")
 
 
 def _start(whole: nn.Module, model: Any, attentions: Sequence[Any], group: ContextGroup) -> Callable[[], None]:
-    table = _functions()
+    table = _attention_functions()
     table.register(_OURS, _attend_exchanged) if hasattr(table, "register") else table.update({_OURS: _attend_exchanged})
-    group.divides_losses = group.divides_losses and _why_undivided(model) is None
-    started = [_start_stack(stack, model, group) for stack in _divided(model)]
-    model.forward = _forward_of_rows(model, started[0])
+    group.divides_losses = group.divides_losses and _full_loss_reason(model) is None
+    started = [_start_stack(stack, model, group) for stack in _divided_stacks(model)]
+    model.forward = _model_forward(model, started[0])
     model.generate = functools.partial(refuse_generation, "generate")
 
     def connect() -> None:
@@ -312,95 +314,95 @@ def _start_stack(stack: _Stack, model: nn.Module, group: ContextGroup) -> Divide
         layers=tuple(stack.layers),
         group=group,
         caches=_CACHES,
-        takes_whole=_OF_WHOLE_ROWS.__contains__,
-        full_mask=None if stack.is_causal else functools.partial(_mask_of_all, name),
-        keeps_whole="output_shape" in inspect.unwrap(type(stack.owner).forward).__code__.co_varnames,  # as in GPT-2
+        takes_full_sequence=_FULL_SEQUENCE_ARGUMENTS.__contains__,
+        full_sequence_mask=None if stack.is_causal else functools.partial(_all_positions_mask, name),
+        always_gathers="output_shape" in inspect.unwrap(type(stack.owner).forward).__code__.co_varnames,  # as in GPT-2
     )
     configs: dict[int, Any] = {}
     for module in attentions:
         attend = _attend_of(module, module.config._attn_implementation)
         assert attend is not None
-        _EXCHANGING[module] = attend, layers
+        _EXCHANGED[module] = attend, layers
         # A copy: the model creates masks from its own configuration, in the format of the previous attention.
         config = configs.setdefault(id(module.config), copy.deepcopy(module.config))
         config._attn_implementation = _OURS
         module.config = config
         if hasattr(module, "compute_bias"):  # T5 computes it from the lengths of attention's tensors
-            module.compute_bias = functools.partial(_bias_of_whole_rows, module.compute_bias, group)
-    stack.owner.forward = _forward_of_owner(stack, layers, name)
+            module.compute_bias = functools.partial(_full_sequence_bias, module.compute_bias, group)
+    stack.owner.forward = _owner_forward(stack, layers, name)
     return layers
 
 
-def _bias_of_whole_rows(
+def _full_sequence_bias(
     compute_bias: Callable[..., Any], group: ContextGroup, query_length: int, key_length: int, *args: Any, **kwargs: Any
 ) -> Any:
     return compute_bias(query_length * group.size, key_length * group.size, *args, **kwargs)
 
 
-def _forward_of_owner(stack: _Stack, layers: DividedLayers, name: str) -> Callable[..., Any]:
+def _owner_forward(stack: _Stack, layers: DividedLayers, name: str) -> Callable[..., Any]:
     """Make the forward of the model that runs the layers. It returns full sequences, or this rank's part of them."""
     forward, signature = stack.owner.forward, inspect.signature(stack.owner.forward)
 
     @functools.wraps(forward)
-    def of_part(*args: Any, **kwargs: Any) -> Any:
+    def forward_of_part(*args: Any, **kwargs: Any) -> Any:
         given = _arguments(signature, args, kwargs)
         refuse_arguments(given, *_CACHES, "output_attentions")
         with replaced(layers, "num_passes", 0), replaced(layers, "order", None):
             output = forward(**_without_padding(given, layers, stack, name))
         if layers.is_open:
             raise UnsupportedError(f"{KEY}: the last layer of {stack.path} did not run; leave the key out", keys=(KEY,))
-        return _placed(output, layers, _has_states(given, stack.owner.config))
+        return _converted_output(output, layers, _has_states(given, stack.owner.config))
 
-    return of_part
+    return forward_of_part
 
 
 def _has_states(given: Mapping[str, Any], config: Any) -> bool:
     """Whether the model returns the hidden states of all layers."""
-    asked = given.get("output_hidden_states")
-    return bool(getattr(config, "output_hidden_states", False) if asked is None else asked)
+    requested = given.get("output_hidden_states")
+    return bool(getattr(config, "output_hidden_states", False) if requested is None else requested)
 
 
-def _placed(output: Any, layers: DividedLayers, has_states: bool) -> Any:
+def _converted_output(output: Any, layers: DividedLayers, has_states: bool) -> Any:
     """Convert all outputs per position to full sequences, or to this rank's part of them."""
-    place = layers.part if layers.group.in_parts else layers.whole
+    convert = layers.part if layers.group.in_parts else layers.full_sequence
     if isinstance(output, tuple):
         if has_states:
             raise UnsupportedError(f"{KEY}: output_hidden_states needs return_dict=True; give it", keys=(KEY,))
-        return (place(output[0]), *output[1:])
+        return (convert(output[0]), *output[1:])
     for name in output.keys() & {*_CACHES}:
         output[name] = None
-    for name in _OF_PLACES:
+    for name in _PER_POSITION_OUTPUTS:
         if (value := output.get(name)) is not None:
-            output[name] = place(value) if isinstance(value, torch.Tensor) else tuple(map(place, value))
+            output[name] = convert(value) if isinstance(value, torch.Tensor) else tuple(map(convert, value))
     if (logits := output.get("router_logits")) is not None:  # (rows x positions, experts), for a loss of all positions
         num_rows = len(output[0])
         output["router_logits"] = tuple(
-            layers.whole(each.unflatten(0, (num_rows, -1))).flatten(0, 1) for each in logits
+            layers.full_sequence(each.unflatten(0, (num_rows, -1))).flatten(0, 1) for each in logits
         )
     return output
 
 
-def _forward_of_rows(model: nn.Module, layers: DividedLayers) -> Callable[..., Any]:
+def _model_forward(model: nn.Module, layers: DividedLayers) -> Callable[..., Any]:
     """Make the model's forward. If its loss can be divided, it returns this rank's part of the loss and logits."""
     group = layers.group
     forward, signature = model.forward, inspect.signature(model.forward)
     dtype = next((p.dtype for p in model.parameters() if p.dtype == torch.float64), torch.float32)
 
     @functools.wraps(forward)
-    def of_part(*args: Any, **kwargs: Any) -> Any:
+    def forward_of_part(*args: Any, **kwargs: Any) -> Any:
         given = _arguments(signature, args, kwargs)
         refuse_arguments(given, *_CACHES, "use_cache")
         if given.get("labels") is None or not group.divides_losses:
             return forward(**given)
-        _refuse_of_part(given)
-        mask = _mask_of_rows(given)
+        _refuse_loss_arguments(given)
+        mask = _padding_mask(given)
         padding = None if mask is None else Padding.of(mask, given["labels"])  # layers do not get the labels
         labels = group.shifted_labels(given["labels"])
         given |= {"labels": labels, "shift_labels": labels, "num_items_in_batch": group.items(labels, dtype)}
         with group.returning_parts(), replaced(layers, "padding", padding):
             return forward(**given)
 
-    return of_part
+    return forward_of_part
 
 
 def _arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -410,7 +412,7 @@ def _arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapp
     return given | given.pop(more[0], {}) if more else given
 
 
-def _mask_of_rows(given: Mapping[str, Any]) -> torch.Tensor | None:
+def _padding_mask(given: Mapping[str, Any]) -> torch.Tensor | None:
     """The padding mask among the arguments, (rows, positions); None if there is none."""
     mask = given.get("attention_mask")
     return mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
@@ -418,7 +420,7 @@ def _mask_of_rows(given: Mapping[str, Any]) -> torch.Tensor | None:
 
 def _without_padding(given: dict[str, Any], layers: DividedLayers, stack: _Stack, name: str) -> dict[str, Any]:
     """Remove the mask from the arguments if no counted position depends on it. See [Note: padding]."""
-    mask, padding = _mask_of_rows(given), layers.padding
+    mask, padding = _padding_mask(given), layers.padding
     if padding is None or mask is None:
         return given
     if padding.counts and name == "sdpa":
@@ -452,7 +454,7 @@ def refuse_arguments(given: Mapping[str, Any], *names: str) -> None:
             refuse_generation(f"a forward with {name}")
 
 
-def _refuse_of_part(given: Mapping[str, Any]) -> None:
+def _refuse_loss_arguments(given: Mapping[str, Any]) -> None:
     is_wrong = {
         "logits_to_keep is of whole rows": given.get("logits_to_keep"),
         "num_items_in_batch is counted over all ranks of each forward": given.get("num_items_in_batch") is not None,

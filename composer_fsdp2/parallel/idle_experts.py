@@ -33,7 +33,7 @@ from composer_fsdp2._torch.tensor_tree import tensors_in
 from composer_fsdp2.config.parallel import ExpertBlock
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError
-from composer_fsdp2.parallel.connecting import Arguments, connect_first, detached_without_rows, without_rows
+from composer_fsdp2.parallel.connecting import Arguments, connect_first, detached_with_zero_rows, with_zero_rows
 from composer_fsdp2.sharding.modules import at_path
 from composer_fsdp2.training.control import Operation
 from composer_fsdp2.training.out_of_memory import AllReduceMax, forward_all_reduce_max, is_out_of_memory
@@ -84,8 +84,8 @@ def start_idle_experts(
     """
     for block in blocks:
         outer, experts = before[block.block], {path: at_path(model, path) for path in block.experts}
-        beside = _units_beside(outer, experts.values())
-        _IdleExperts(block.block, experts, beside, forward_all_reduce_max(outer, _OPERATION, limit_s)).start(outer)
+        other_units = _other_units(outer, experts.values())
+        _IdleExperts(block.block, experts, other_units, forward_all_reduce_max(outer, _OPERATION, limit_s)).start(outer)
 
 
 def run_idle_experts(block: nn.Module, experts: Sequence[nn.Module]) -> list[RemovableHandle]:
@@ -114,20 +114,20 @@ def run_idle_experts(block: nn.Module, experts: Sequence[nn.Module]) -> list[Rem
     Called on all ranks alike; does not communicate.
     """
     kind = type(block).__name__
-    if beside := _units_beside(block, experts):
+    if other_units := _other_units(block, experts):
         raise PlanError(
-            f"{kind} has units beside its experts ({and_more([*beside])}), and ranks that do not ask each other cannot "
-            "tell whether these are gathered before the experts or after; leave them in the unit of the layer, or have "
-            "prepare_fully_shard start idle_experts: in_order"
+            f"{kind} has units beside its experts ({and_more([*other_units])}), and ranks that do not ask each other "
+            "cannot tell whether these are gathered before the experts or after; leave them in the unit of the layer, "
+            "or have prepare_fully_shard start idle_experts: in_order"
         )
     named = {f"{kind}'s expert {number}": expert for number, expert in enumerate(experts)}
     return _IdleExperts(kind, named, {}, None).start(block)
 
 
-def _units_beside(block: nn.Module, experts: Iterable[nn.Module]) -> dict[str, Any]:
+def _other_units(block: nn.Module, experts: Iterable[nn.Module]) -> dict[str, Any]:
     """The FSDP units in a block outside of its experts, by their paths in the block."""
-    of_experts = {each for expert in experts for each in expert.modules()}
-    below = [(path, module) for path, module in block.named_modules() if path and module not in of_experts]
+    expert_modules = {each for expert in experts for each in expert.modules()}
+    below = [(path, module) for path, module in block.named_modules() if path and module not in expert_modules]
     return {path: module for path, module in below if isinstance(module, FSDPModule)}
 
 
@@ -137,7 +137,7 @@ class _IdleExperts:
     Args:
         block: The name of the block.
         experts: By their names, in order.
-        beside: The units in the block outside of its experts, by their paths.
+        other_units: The units in the block outside of its experts, by their paths.
         all_reduce_max: Compares integers across ranks in the first forward. If None, errors stay on their rank.
     """
 
@@ -145,19 +145,19 @@ class _IdleExperts:
         self,
         block: str,
         experts: Mapping[str, nn.Module],
-        beside: Mapping[str, nn.Module],
+        other_units: Mapping[str, nn.Module],
         all_reduce_max: AllReduceMax | None,
     ) -> None:
-        self._block, self._beside, self._all_reduce_max = block, beside, all_reduce_max
+        self._block, self._other_units, self._all_reduce_max = block, other_units, all_reduce_max
         self._names, self._experts = [*experts], [*experts.values()]
-        self._asked = (
+        self._requirement = (
             f"idle_experts: in_order runs each expert of {block} once in a forward, in the order of registration"
         )
         self._were_units = [isinstance(expert, FSDPModule) for expert in self._experts]
         # For each other unit of the block: whether it runs after the experts; None if that is not known yet.
-        self._is_after: dict[str, bool | None] = dict.fromkeys(beside)
+        self._is_after: dict[str, bool | None] = dict.fromkeys(other_units)
         self._is_any_chosen = False  # in this forward, by a token of any rank
-        self._passed: list[str] = []  # other units that ran before any expert in this forward
+        self._units_before_experts: list[str] = []  # other units that ran before any expert in this forward
         self._next: int | None = None  # None: outside of the block's forward
         self._is_idle = False  # while an expert runs on zero rows
         self._input: tuple[torch.Tensor, ...] = ()
@@ -172,7 +172,7 @@ class _IdleExperts:
             block.register_forward_pre_hook(self.begin, with_kwargs=True),
             *(
                 unit.register_forward_pre_hook(partial(self.before_unit, path), prepend=True)
-                for path, unit in self._beside.items()
+                for path, unit in self._other_units.items()
             ),
             *(
                 expert.register_forward_pre_hook(partial(self.before_expert, number), prepend=True, with_kwargs=True)
@@ -184,7 +184,7 @@ class _IdleExperts:
     @untraced
     def begin(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._next, self._call, self._outputs, self._is_idle = 0, None, [], False
-        self._is_any_chosen, self._passed = False, []
+        self._is_any_chosen, self._units_before_experts = False, []
         self._input = tuple(tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point())[:1]
         if self._were_units != [isinstance(expert, FSDPModule) for expert in self._experts]:
             raise PlanError(
@@ -202,7 +202,7 @@ class _IdleExperts:
                 is_last = self._next == number + 1 and self._call is not None
                 how = "twice" if is_last else f"after {self._names[self._next - 1]}"
                 self._agree(out_of_order=number + 1)
-            raise ComposerFSDP2Error(f"{self._asked}; {self._names[number]} was called {how}. {_WAY_OUT}")
+            raise ComposerFSDP2Error(f"{self._requirement}; {self._names[number]} was called {how}. {_WAY_OUT}")
         self._run_idle(number, args, kwargs)
         self._agree(is_chosen=True)
         self._next, self._call = number + 1, (args, kwargs)
@@ -211,15 +211,15 @@ class _IdleExperts:
     def before_unit(self, path: str, unit: nn.Module, args: tuple[Any, ...]) -> None:
         if self._next is None:
             return
-        is_asked = self._is_after[path] is None and self._next == 0
-        if is_asked and not self._agree(is_at_expert=False):
-            self._passed.append(path)
+        has_compared = self._is_after[path] is None and self._next == 0
+        if has_compared and not self._agree(is_at_expert=False):
+            self._units_before_experts.append(path)
         elif self._is_after[path] is not False:
             self._is_after[path] = True
-            self._run_rest(is_asked=is_asked)
+            self._run_remaining(has_compared=has_compared)
         elif self._next:
             last = self._names[self._next - 1]
-            self._run_rest()  # the other ranks run them too, before they reach this unit
+            self._run_remaining()  # the other ranks run them too, before they reach this unit
             raise ComposerFSDP2Error(
                 f"idle_experts: in_order gathers {path} of {self._block} before the experts, as in its first "
                 f"forward; now it was called after {last}. {_WAY_OUT}"
@@ -228,11 +228,11 @@ class _IdleExperts:
     @untraced
     def end(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self._call is not None:
-            self._previous_call = detached_without_rows(self._call)
-        self._run_rest()
+            self._previous_call = detached_with_zero_rows(self._call)
+        self._run_remaining()
         self._agree()
         if self._is_any_chosen:
-            self._is_after |= dict.fromkeys(self._passed, False)
+            self._is_after |= dict.fromkeys(self._units_before_experts, False)
         if None not in self._is_after.values():
             self._all_reduce_max = None
         outputs = [each for each in self._outputs if each.requires_grad]
@@ -253,21 +253,21 @@ class _IdleExperts:
             return (*rows, *args[1:]), kwargs
         return args, kwargs | dict(zip(kwargs, rows, strict=False))
 
-    def _run_rest(self, *, is_asked: bool = False) -> None:
-        self._run_idle(len(self._experts), *(self._call or self._default_call()), is_asked=is_asked)
+    def _run_remaining(self, *, has_compared: bool = False) -> None:
+        self._run_idle(len(self._experts), *(self._call or self._default_call()), has_compared=has_compared)
 
-    def _run_idle(self, end: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_asked: bool = False) -> None:
+    def _run_idle(self, end: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, has_compared: bool = False) -> None:
         """Run the experts from the next one up to ``end`` (exclusive) on zero rows of these arguments.
 
         Args:
-            is_asked: Whether the ranks have already compared before the first of these experts.
+            has_compared: Whether the ranks have already compared before the first of these experts.
         """
         assert self._next is not None
         first = self._next
         if first < end:
-            args, kwargs = without_rows((args, kwargs))
+            args, kwargs = with_zero_rows((args, kwargs))
         for number in range(first, end):
-            if number > first or not is_asked:
+            if number > first or not has_compared:
                 self._agree()
             self._next = number + 1
             try:
@@ -312,7 +312,8 @@ class _IdleExperts:
             return is_at_expert
         if found := answers[0]:
             raise ComposerFSDP2Error(
-                f"{self._asked}; another rank called {self._names[found - 1]} twice, or after a later one. {_WAY_OUT}"
+                f"{self._requirement}; another rank called {self._names[found - 1]} twice, or after a later one. "
+                f"{_WAY_OUT}"
             )
         if found := answers[1]:
             raise ComposerFSDP2Error(
@@ -342,7 +343,7 @@ class _FiniteOnZeroRows(TorchFunctionMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor) and result.is_floating_point() and result.numel():
-            is_of_no_rows = any(isinstance(each, torch.Tensor) and not each.numel() for each in args)
-            if is_of_no_rows and not bool(result.isfinite().all()):
+            has_zero_row_input = any(isinstance(each, torch.Tensor) and not each.numel() for each in args)
+            if has_zero_row_input and not bool(result.isfinite().all()):
                 raise ComposerFSDP2Error(f"{self._name} computes NaN or infinity of no rows: {_IS_NOT_TOKEN_WISE}")
         return result

@@ -133,31 +133,33 @@ class _Towers:
         self._model, self._names, self.modules = plan.model or "the model", plan.towers, modules
         self._all_reduce_max = all_reduce_max
         given = {number: getattr(tower, EXAMPLE, None) for number, tower in enumerate(modules)}
-        self._examples = {number: _Example.given(inputs) for number, inputs in given.items() if inputs is not None}
-        self._known_to_all: set[int] = set()  # the towers for which every rank has an example
+        self._examples = {
+            number: _Example.from_example_inputs(inputs) for number, inputs in given.items() if inputs is not None
+        }
+        self._shared_examples: set[int] = set()  # the towers for which every rank has an example
         self._checked: set[int] = set()
         self._is_open = False  # in the forward
-        self._is_asking = False  # and not in a tower that runs on an example
+        self._is_comparing = False  # and not in a tower that runs on an example
         self._device = torch.device("cpu")
         self._unconnected: list[torch.Tensor] = []  # empty slices of the outputs of towers since the last sync point
 
     @untraced
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._is_open, self._is_asking, self._unconnected = True, True, []
+        self._is_open, self._is_comparing, self._unconnected = True, True, []
         self._device = next((tensor.device for tensor in tensors_in((args, kwargs))), self._device)
 
     @untraced
     def before_tower(
         self, number: int, tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
-        if not self._is_asking:
+        if not self._is_comparing:
             return None
         inputs, known = tensors_in((args, kwargs)), self._examples.get(number)
         if known is None or known.num_elements > sum(each.numel() for each in inputs):
-            self._examples[number] = _Example.seen(args, kwargs)
+            self._examples[number] = _Example.from_call(args, kwargs)
         graph = _Graph.of(inputs)
-        of_all = self._run_towers_of_others(self._names[number], (number, graph))
-        return None if graph in (_Graph.NONE, of_all) else _map_main_input(args, kwargs, _require_grad)
+        max_graph = self._run_other_ranks_towers(self._names[number], (number, graph))
+        return None if graph in (_Graph.NONE, max_graph) else _map_main_input(args, kwargs, _require_grad)
 
     @untraced
     def after_tower(self, tower: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -168,9 +170,9 @@ class _Towers:
     def before_sync_point(
         self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
-        if not self._is_asking:
+        if not self._is_comparing:
             return None
-        self._run_towers_of_others(path)
+        self._run_other_ranks_towers(path)
         # To the sync point's main input: without an image it may not require grad, and backward must pass through it on
         # all ranks.
         unconnected = self._unconnected
@@ -181,14 +183,14 @@ class _Towers:
 
     @untraced
     def end(self, output: Any) -> Any:
-        self._run_towers_of_others(f"the end of {self._model}")
-        self._is_open, self._is_asking, unconnected, self._unconnected = False, False, self._unconnected, []
+        self._run_other_ranks_towers(f"the end of {self._model}")
+        self._is_open, self._is_comparing, unconnected, self._unconnected = False, False, self._unconnected, []
         if not unconnected:
             return output
         # Any of these tensors may be the loss.
         return map_tensors(output, lambda each: connect(each, unconnected) if each.is_floating_point() else each)
 
-    def _run_towers_of_others(self, where: str, own: tuple[int, _Graph] | None = None) -> _Graph | None:
+    def _run_other_ranks_towers(self, where: str, own: tuple[int, _Graph] | None = None) -> _Graph | None:
         """Run the towers that other ranks call next, on examples, until ``own`` is next or no rank calls any.
 
         Args:
@@ -202,7 +204,7 @@ class _Towers:
         code = 0 if own is None else len(_Graph) * (len(self.modules) - own[0]) + own[1].value
         while found := self._all_reduce_max(where, [code])[0]:
             number, graph = len(self.modules) - found // len(_Graph), _Graph(found % len(_Graph))
-            if number not in self._known_to_all:
+            if number not in self._shared_examples:
                 self._share_example(number, where)
             if own is not None and own[0] == number:
                 return graph
@@ -214,8 +216,8 @@ class _Towers:
 
         A rank that is about to call the tower has one.
         """
-        [lacks] = self._all_reduce_max(where, [number not in self._examples])
-        if lacks:
+        [is_missing] = self._all_reduce_max(where, [number not in self._examples])
+        if is_missing:
             own = self._examples.get(number)
             sent = [each for each in all_gather_object(own and Packed.of(own)) if each is not None]
             if errors := [each.error for each in sent if each.error]:
@@ -224,7 +226,7 @@ class _Towers:
                     f"input of it yet ({errors[0]}); give each rank an example: {EXAMPLE} on that module"
                 )
             self._examples.setdefault(number, min((each.open() for each in sent), key=lambda each: each.num_elements))
-        self._known_to_all.add(number)
+        self._shared_examples.add(number)
 
     def _run_idle(self, number: int, graph: _Graph) -> None:
         tower, name = self.modules[number], self._names[number]
@@ -233,7 +235,7 @@ class _Towers:
             args, kwargs = _map_main_input(args, kwargs, _require_grad) or (args, kwargs)
         try:
             with ExitStack() as stack:
-                stack.enter_context(replaced(self, "_is_asking", False))
+                stack.enter_context(replaced(self, "_is_comparing", False))
                 stack.enter_context(torch.set_grad_enabled(graph is not _Graph.NONE))
                 for each in tower.modules():
                     if isinstance(each, BatchNorm) and each.training:  # its statistics are of images alone
@@ -293,7 +295,7 @@ class _Example:
     stays_on_cpu: bool
 
     @staticmethod
-    def seen(args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Example":
+    def from_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Example":
         """Make an example from the arguments of a call.
 
         Floating point tensors are replaced by zeros. Others, such as image sizes, keep their values.
@@ -307,7 +309,7 @@ class _Example:
         return _Example(map_tensors((args, kwargs), of), num_elements, stays_on_cpu=True)
 
     @staticmethod
-    def given(inputs: torch.Tensor | tuple[Any, ...] | Mapping[str, Any]) -> "_Example":
+    def from_example_inputs(inputs: torch.Tensor | tuple[Any, ...] | Mapping[str, Any]) -> "_Example":
         """``example_inputs``; preferred to any input seen."""
         inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
         arguments = (inputs, {}) if isinstance(inputs, tuple) else ((), dict(inputs))

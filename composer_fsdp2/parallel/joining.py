@@ -62,7 +62,7 @@ def _join(values: Sequence[Any], rows: Sequence[int | None], path: str) -> Any:
     is_alike = len({type(value) for value in values}) == 1
     if is_alike and isinstance(first, torch.Tensor) and first.ndim:
         has_rows = all(len(tensor) == number for tensor, number in zip(values, rows, strict=True))
-        return _join_tensors(values, path) if has_rows or _OF_MEDIA.search(path) else _same_on_all(values, path)
+        return _join_tensors(values, path) if has_rows or _OF_MEDIA.search(path) else _equal_on_all_ranks(values, path)
     if is_alike and isinstance(first, Mapping):
         return _join_mappings(values, rows, path)
     if is_alike and type(first) in (list, tuple):
@@ -71,17 +71,17 @@ def _join(values: Sequence[Any], rows: Sequence[int | None], path: str) -> Any:
             return type(first)(_join(each, rows, f"{path}[{number}]") for number, each in places)
         if path != _BATCH and all(len(value) == number for value, number in zip(values, rows, strict=True)):
             return type(first)(each for value in values for each in value)
-    return _same_on_all(values, path)
+    return _equal_on_all_ranks(values, path)
 
 
 def _join_tensors(tensors: Sequence[torch.Tensor], path: str) -> torch.Tensor:
     if len({(tensor.dtype, tensor.shape[1:]) for tensor in tensors}) > 1:
         shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors)
-        raise _cannot(path, f"has rows that do not fit together ({shapes})")
+        raise _join_error(path, f"has rows that do not fit together ({shapes})")
     return _pinned_like(torch.cat(list(tensors)), tensors)
 
 
-def _same_on_all(values: Sequence[Any], path: str) -> Any:
+def _equal_on_all_ranks(values: Sequence[Any], path: str) -> Any:
     """A value without rows, such as a mask for all rows: returned once if it is equal on all ranks.
 
     A vector of integers with a different length is rejected even if it is equal: it may contain offsets into one rank's
@@ -90,10 +90,10 @@ def _same_on_all(values: Sequence[Any], path: str) -> Any:
     first = values[0]
     is_vector = isinstance(first, torch.Tensor) and first.ndim == 1
     if is_vector and not first.is_floating_point() and first.dtype != torch.bool:
-        raise _cannot(path, f"has {len(first)} numbers, not one per row, and may hold offsets into one rank's rows")
+        raise _join_error(path, f"has {len(first)} numbers, not one per row, and may hold offsets into one rank's rows")
     if len({digest_of(batch_values(value)) for value in values}) > 1:
         shown = " and ".join(" ".join(short(value).split()) for value in values)
-        raise _cannot(path, f"is not one value per row, and differs between ranks ({shown})")
+        raise _join_error(path, f"is not one value per row, and differs between ranks ({shown})")
     return first
 
 
@@ -102,13 +102,13 @@ def _join_mappings(values: Sequence[Mapping[Any, Any]], rows: Sequence[int | Non
     joined = {}
     for key in dict.fromkeys(key for value in values for key in value):
         if key in _OFFSETS:
-            raise _cannot(f"{path}[{key!r}]", "holds offsets into one rank's rows")
-        having = [rank for rank, value in enumerate(values) if value.get(key) is not None]
-        if 0 < len(having) < len(values) and not _OF_MEDIA.search(str(key)):
-            raise _cannot(path, f"has {key!r} on some ranks only")
-        taken = having or range(len(values))  # rows without images add nothing
-        own = [values[rank].get(key) for rank in taken]
-        joined[key] = _join(own, [rows[rank] for rank in taken], f"{path}[{key!r}]")
+            raise _join_error(f"{path}[{key!r}]", "holds offsets into one rank's rows")
+        ranks_with_key = [rank for rank, value in enumerate(values) if value.get(key) is not None]
+        if 0 < len(ranks_with_key) < len(values) and not _OF_MEDIA.search(str(key)):
+            raise _join_error(path, f"has {key!r} on some ranks only")
+        ranks = ranks_with_key or range(len(values))  # rows without images add nothing
+        own = [values[rank].get(key) for rank in ranks]
+        joined[key] = _join(own, [rows[rank] for rank in ranks], f"{path}[{key!r}]")
     return joined
 
 
@@ -126,14 +126,16 @@ def _padded(values: Sequence[Mapping[Any, Any]], path: str) -> Sequence[Mapping[
         return values
     if not all(_MASK in value for value in values):
         listed = " and ".join(map(str, dict.fromkeys(lengths)))
-        raise _cannot(path, f"has rows of {listed} tokens and no {_MASK}, so that nothing says which would be padding")
+        raise _join_error(
+            path, f"has rows of {listed} tokens and no {_MASK}, so that nothing says which would be padding"
+        )
     pad_token = _pad_token(values)
     labels = [value.get("labels") for value in values]
     if pad_token is None and any(
-        each is not None and not _is_of_tokens(each, value) for each, value in zip(labels, values, strict=True)
+        each is not None and not _has_token_shape(each, value) for each, value in zip(labels, values, strict=True)
     ):
         # A classifier uses it to find the last token of a row.
-        raise _cannot(f"{path}[{_TOKENS!r}]", "is not padded on any rank, so that nothing says which token pads it")
+        raise _join_error(f"{path}[{_TOKENS!r}]", "is not padded on any rank, so that nothing says which token pads it")
     is_left, fill = _is_padded_left(values), {**_FILL, _TOKENS: pad_token or 0}
     return [
         {key: _pad(each, own, max(lengths), fill.get(key), is_left, f"{path}[{key!r}]") for key, each in value.items()}
@@ -146,7 +148,7 @@ def _pad(value: Any, length: int, longest: int, fill: int | None, is_left: bool,
     if not isinstance(value, torch.Tensor) or value.ndim < 2 or value.shape[1] != length:
         return value
     if fill is None or value.ndim > 2:
-        raise _cannot(path, f"has rows of {length} places on one rank and {longest} on another")
+        raise _join_error(path, f"has rows of {length} places on one rank and {longest} on another")
     missing = (longest - length, 0) if is_left else (0, longest - length)
     return _pinned_like(F.pad(value, missing, value=fill), [value])
 
@@ -159,11 +161,11 @@ def _is_padded_left(values: Iterable[Mapping[Any, Any]]) -> bool:
 
 def _pad_token(values: Iterable[Mapping[Any, Any]]) -> int | None:
     """The token at masked positions; None if no position is masked."""
-    found = (value[_TOKENS][~value[_MASK].bool()] for value in values if _is_of_tokens(value[_MASK], value))
+    found = (value[_TOKENS][~value[_MASK].bool()] for value in values if _has_token_shape(value[_MASK], value))
     return next((int(tokens[0]) for tokens in found if tokens.numel()), None)
 
 
-def _is_of_tokens(tensor: Any, value: Mapping[Any, Any]) -> bool:
+def _has_token_shape(tensor: Any, value: Mapping[Any, Any]) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.shape == value[_TOKENS].shape
 
 
@@ -172,5 +174,5 @@ def _pinned_like(tensor: torch.Tensor, sources: Sequence[torch.Tensor]) -> torch
     return tensor.pin_memory() if any(each.is_pinned() for each in sources) else tensor
 
 
-def _cannot(path: str, what: str) -> ConfigError:
+def _join_error(path: str, what: str) -> ConfigError:
     return ConfigError(f"broadcast_batch: gather: {path} {what}; {_OTHERWISE}", keys=("broadcast_batch",))

@@ -92,7 +92,7 @@ def automatic_plan(model: nn.Module, degree: int, num_shards: int) -> dict[str, 
             "of transformers with a base_model_tp_plan, whose layers are nn.Linear, and for LLM Foundry's MPT. Give a "
             "layer_plan: the path of each module to split, with its style"
         )
-    plan |= {path: SequenceParallel(use_local_output=True) for path in _norms_of_heads(modules, plan)}
+    plan |= {path: SequenceParallel(use_local_output=True) for path in _per_head_norms(modules, plan)}
     for module in modules.values():
         if is_pretrained(module):
             plan |= _embedding_and_head(module, first_paths(modules), degree * num_shards)
@@ -133,13 +133,13 @@ def _styles_within(modules: Mapping[str, nn.Module], kinds: Mapping[str, str], d
     fitting = {path for path, each in linear.items() if not (each.out_features % degree or each.in_features % degree)}
     styles = {path: _STYLES[kind]() for path, kind in kinds.items() if path in fitting}
     leave, take = any(map(_outputs_columns, styles.values())), any(map(_takes_columns, styles.values()))
-    if len(styles) == len(kinds) and leave == take and not any(problems_of_projections(modules, styles, degree)):
+    if len(styles) == len(kinds) and leave == take and not any(projection_problems(modules, styles, degree)):
         return styles
-    alone = {ColwiseParallel: "colwise_rep", RowwiseParallel: "rowwise_rep"}
-    return {path: _STYLES[alone[type(style)]]() for path, style in styles.items()}
+    gathering = {ColwiseParallel: "colwise_rep", RowwiseParallel: "rowwise_rep"}
+    return {path: _STYLES[gathering[type(style)]]() for path, style in styles.items()}
 
 
-def _norms_of_heads(modules: Mapping[str, nn.Module], plan: Mapping[str, ParallelStyle]) -> Iterator[str]:
+def _per_head_norms(modules: Mapping[str, nn.Module], plan: Mapping[str, ParallelStyle]) -> Iterator[str]:
     """Norms that are applied to each head, in a module whose projections are TP-sharded."""
     for above in dict.fromkeys(_parent_path(path) for path, style in plan.items() if _outputs_columns(style)):
         for name, module in modules[above].named_children():
@@ -164,7 +164,7 @@ def _embedding_and_head(model: Any, paths: Mapping[nn.Module, str], num_parts: i
     return found
 
 
-def problems_of_projections(
+def projection_problems(
     modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle], degree: int
 ) -> Iterator[str]:
     """Each column-wise layer whose columns the model's forward would misread on a rank, with an alternative.
@@ -190,10 +190,10 @@ def problems_of_projections(
                 f"rank would get other columns than the model takes them for; {_WAY_OUT}"
             )
         elif head_dim := _head_dim_of(parent):
-            yield from _problems_of_heads(path, module, parent, num_projections * head_dim, degree)
+            yield from _head_problems(path, module, parent, num_projections * head_dim, degree)
 
 
-def _problems_of_heads(path: str, module: nn.Linear, parent: nn.Module, width: int, degree: int) -> Iterator[str]:
+def _head_problems(path: str, module: nn.Linear, parent: nn.Module, width: int, degree: int) -> Iterator[str]:
     """Messages if a TP-sharded attention would not get full heads, of ``width`` columns, on each rank."""
     heads, rest = divmod(module.out_features, width)
     if not rest and heads % degree:

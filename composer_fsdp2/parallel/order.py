@@ -24,7 +24,7 @@ from composer_fsdp2._torch.capabilities import needs_even_shards
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.parallel.batches import make_batch_group, sync_random_states
-from composer_fsdp2.parallel.experts import problems_of_experts, start_experts
+from composer_fsdp2.parallel.experts import expert_problems, start_experts
 from composer_fsdp2.parallel.idle_experts import start_idle_experts
 from composer_fsdp2.parallel.idle_towers import start_idle_towers
 from composer_fsdp2.parallel.replicated_gradients import compare_replicated_gradients
@@ -47,7 +47,7 @@ def refuse_illegal(plan: ShardingPlan) -> None:
 
     Call this on all ranks with the same plan. Does not communicate.
     """
-    checks = (_nesting_problems, _tiling_problems, _layer_problems, problems_of_experts, _unit_problems)
+    checks = (_nesting_problems, _tiling_problems, _layer_problems, expert_problems, _unit_problems)
     if problems := [text for check in checks for text in check(plan)]:
         raise PlanError("\n".join(problems))
 
@@ -72,13 +72,15 @@ def execute_plan(
     context: ContextGroup | None = None
     connect_context: Callable[[], None]
 
-    def divide() -> None:
+    def start_context_and_tiling() -> None:
         nonlocal context, connect_context
         context, connect_context = start_context(model, plan)
         if plan.config.tiled_mlp is not None:
             apply_tiling(model, plan.tiled, plan.config.tiled_mlp.chunks)
 
-    meshes = apply_agreed_plan(model, plan, initializers, existing_meshes=existing_meshes, before_wrapping=divide)
+    meshes = apply_agreed_plan(
+        model, plan, initializers, existing_meshes=existing_meshes, before_wrapping=start_context_and_tiling
+    )
     run = start_run(model, plan, meshes)
     run.context, run.batch = context, make_batch_group(plan.config)
     if run.batch is not None:
@@ -97,15 +99,18 @@ def execute_plan(
 
 def _nesting_problems(plan: ShardingPlan) -> Iterator[str]:
     """Messages about units that precede units inside them, and would therefore shard their parameters too."""
-    taken: dict[str, str] = {}
+    earlier_units: dict[str, str] = {}
     for unit in plan.units:
-        around = next((taken[each] for path in unit.modules for each in ancestors_or_self(path) if each in taken), None)
-        if around is not None:
+        outer = next(
+            (earlier_units[each] for path in unit.modules for each in ancestors_or_self(path) if each in earlier_units),
+            None,
+        )
+        if outer is not None:
             yield (
-                f"unit {unit.name} comes after {around or 'the model'}, which it lies in; leave the units in the order "
+                f"unit {unit.name} comes after {outer or 'the model'}, which it lies in; leave the units in the order "
                 "of plan_sharding, bottom-up"
             )
-        taken |= dict.fromkeys(unit.modules, unit.name)
+        earlier_units |= dict.fromkeys(unit.modules, unit.name)
 
 
 def _tiling_problems(plan: ShardingPlan) -> Iterator[str]:
@@ -135,9 +140,9 @@ def _layer_problems(plan: ShardingPlan) -> Iterator[str]:
 
 def _unit_problems(plan: ShardingPlan) -> Iterator[str]:
     """Messages about limits of ``fully_shard`` for units whose parameters are also sharded along another axis."""
-    kind, way_out = "tensor", "pad them, leave the module out of the layer plan"
+    kind, alternative = "tensor", "pad them, leave the module out of the layer plan"
     if not plan.split:
-        kind, way_out = "expert", "split over more ranks"
+        kind, alternative = "expert", "split over more ranks"
     of_experts = {each.module for each in plan.split_experts}
     for unit in plan.units if plan.split else [unit for unit in plan.units if unit.name in of_experts]:
         where, mesh, size = unit.name or "the model", unit.mesh, unit.reshard_after_forward
@@ -150,5 +155,5 @@ def _unit_problems(plan: ShardingPlan) -> Iterator[str]:
             if isinstance(spec.tensor_placement, Shard) and not spec.tensor_placement.dim and spec.shape[0] % num_parts:
                 yield (
                     f"{spec.name} has {spec.shape[0]} rows, which this torch must divide evenly into {num_parts} "
-                    f"({kind} {mesh.split_degree} x shard {mesh.shard_degree}); {way_out}, or install torch 2.13"
+                    f"({kind} {mesh.split_degree} x shard {mesh.shard_degree}); {alternative}, or install torch 2.13"
                 )

@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional as F
 
 # The number of padding positions by (dimension, padded length). Shared by the styles of a model.
-AddedPlaces = dict[tuple[int, int], int]
+AddedPositions = dict[tuple[int, int], int]
 # The layouts before and after, by the position or name of a tensor.
 _Changes = Mapping[int | str, tuple[Placement | None, Placement | None]]
 _Change = Callable[[torch.Tensor, Placement | None, Placement | None], torch.Tensor]
@@ -39,7 +39,7 @@ class PaddedStyle(ParallelStyle):
         added: The padding of the model's tensors.
     """
 
-    def __init__(self, style: ParallelStyle, added: AddedPlaces) -> None:
+    def __init__(self, style: ParallelStyle, added: AddedPositions) -> None:
         super().__init__()
         self.style, self.added = style, added
 
@@ -74,7 +74,7 @@ class PaddedStyle(ParallelStyle):
         return module
 
 
-def padded(style: ParallelStyle, added: AddedPlaces) -> ParallelStyle:
+def padded(style: ParallelStyle, added: AddedPositions) -> ParallelStyle:
     """Return a ``PaddedStyle`` if ``style`` divides or gathers a dimension other than the last; else ``style``."""
     layouts = [layout for changes in _changes(style) for change in changes.values() for layout in change]
     # The last dimension needs no padding: the plan has checked the widths of the layers.

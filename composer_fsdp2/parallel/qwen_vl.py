@@ -47,17 +47,17 @@ def _start(whole: nn.Module, model: Any, attentions: Sequence[Any], group: Conte
     for module in attentions:
         module.forward = functools.partial(_attend, module, layers)
     group.divides_losses = group.divides_losses and type(model).forward.__module__ == _FILE
-    model.forward = _forward_of_rows(model, group)
+    model.forward = _model_forward(model, group)
     model.generate = functools.partial(refuse_generation, "generate")
     return functools.partial(layers.connect, model)
 
 
-def _forward_of_rows(model: Any, group: ContextGroup) -> Callable[..., Any]:
+def _model_forward(model: Any, group: ContextGroup) -> Callable[..., Any]:
     """Make the model's forward. With labels, it returns this rank's part of the loss and logits."""
     forward, signature = model.forward, inspect.signature(model.forward)
 
     @functools.wraps(forward)
-    def of_part(*args: Any, **kwargs: Any) -> Any:
+    def forward_of_part(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments | {"use_cache": False}
         refuse_arguments(given, "past_key_values", "output_attentions", "output_hidden_states")
         if given.get("labels") is None or not group.divides_losses:
@@ -70,7 +70,7 @@ def _forward_of_rows(model: Any, group: ContextGroup) -> Callable[..., Any]:
         others = {name: value for name, value in output.items() if name not in ("loss", "logits")}
         return type(output)(loss=total / group.items(labels, logits.dtype), logits=logits, **others)
 
-    return of_part
+    return forward_of_part
 
 
 def _attend(

@@ -62,20 +62,20 @@ def compare_replicated_gradients(
     Called on all ranks; does not communicate itself.
     """
     for units in units_by_root(plan.units).values():
-        root, along = at_path(model, units[-1].name), meshes[units[-1].name].tensor
-        assert along is not None, "all units have the model's mesh, beside split layers"
+        root, axis = at_path(model, units[-1].name), meshes[units[-1].name].tensor
+        assert axis is not None, "all units have the model's mesh, beside split layers"
         specs = [spec for unit in units for spec in (*unit.parameters, *unit.replicated)]
         names = [spec.name for spec in specs if spec.tensor_placement is None and spec.is_trained]
         pending = {name: parameter_at(model, name) for name in names}
-        divided = [each.path for each in plan.split if isinstance(each.parallelize, SequenceParallel)]
-        below = {path: at_path(model, path) for path in divided if is_at_or_under(path, units[-1].name)}
+        sequence_parallel = [each.path for each in plan.split if isinstance(each.parallelize, SequenceParallel)]
+        in_root = {path: at_path(model, path) for path in sequence_parallel if is_at_or_under(path, units[-1].name)}
         inputs = {
             path: module
-            for path, module in below.items()
+            for path, module in in_root.items()
             if any(parameter.requires_grad for parameter in module.parameters(recurse=False))
         }
         hooks = {path: module.register_forward_pre_hook(_note_input) for path, module in inputs.items()}
-        compare = _Comparison(pending, inputs, hooks, along.get_group(), run.groups[root])
+        compare = _Comparison(pending, inputs, hooks, axis.get_group(), run.groups[root])
         for unit in distinct_units(at_path(model, path) for each in units for path in each.modules):
             hooks_of(unit).after_reduction.append(compare)
 
@@ -88,14 +88,14 @@ class _Comparison:
         pending: The parameters that have not been compared, by name.
         inputs: The modules of sequence parallelism whose inputs have not been compared, by path.
         hooks: The hooks of these modules.
-        along: The ranks with copies of the parameters.
+        group: The ranks with copies of the parameters.
         groups: The process groups that together contain all ranks of the model.
     """
 
     pending: dict[str, nn.Parameter]
     inputs: dict[str, nn.Module]
     hooks: dict[str, RemovableHandle]
-    along: dist.ProcessGroup
+    group: dist.ProcessGroup
     groups: Sequence[dist.ProcessGroup | None]
     num_backwards: int = 0
 
@@ -114,23 +114,25 @@ class _Comparison:
             if norm == 0 or not math.isfinite(norm):
                 continue
             del self.pending[name]
-            of_norm, of_largest = _TOLERANCES.get(parameter.dtype, _TOLERANCES_OF_OTHERS)
-            if difference > max(of_norm**2 * norm, of_largest**2 * largest * parameter.numel()):
+            norm_tolerance, size_tolerance = _TOLERANCES.get(parameter.dtype, _TOLERANCES_OF_OTHERS)
+            if difference > max(norm_tolerance**2 * norm, size_tolerance**2 * largest * parameter.numel()):
                 wrong.append(name)
         if wrong:
             raise PlanError("\n".join(_message(wrong, is_all=len(wrong) == len(parameters))))
 
     def _compare_inputs(self, differences: Sequence[float], norms: Sequence[float]) -> None:
-        of_inputs = zip(list(self.inputs), differences[len(self.pending) :], norms[len(self.pending) :], strict=True)
-        compared = [(path, difference <= _ROUNDING * norm) for path, difference, norm in of_inputs if norm > 0]
+        input_squares = zip(
+            list(self.inputs), differences[len(self.pending) :], norms[len(self.pending) :], strict=True
+        )
+        compared = [(path, difference <= _ROUNDING * norm) for path, difference, norm in input_squares if norm > 0]
         for path, _ in compared:
             _INPUTS.pop(self.inputs.pop(path), None)
             self.hooks.pop(path).remove()
-        if whole := [path for path, is_same in compared if is_same]:
+        if full_inputs := [path for path, is_same in compared if is_same]:
             raise PlanError(
-                f"{and_more(whole, 3)}: SequenceParallel, and each rank of the tensor axis has the whole input, so "
-                f"that gradients would be {dist.get_world_size(self.along)} times too large; take it out of the layer "
-                "plan, or divide the sequence before it, as RowwiseParallel(output_layouts=Shard(1)) does"
+                f"{and_more(full_inputs, 3)}: SequenceParallel, and each rank of the tensor axis has the whole input, "
+                f"so that gradients would be {dist.get_world_size(self.group)} times too large; take it out of the "
+                "layer plan, or divide the sequence before it, as RowwiseParallel(output_layouts=Shard(1)) does"
             )
 
     def _squares(self) -> list[list[float]]:
@@ -138,14 +140,14 @@ class _Comparison:
 
         Summed over all ranks of the model by two all-reduces, of 2 KiB and of 16 bytes per parameter or input.
         """
-        device = device_of_group(self.along)
+        device = device_of_group(self.group)
         gradients = [parameter.grad for parameter in self.pending.values()]
         local = [torch.zeros(1) if each is None else local_tensor(each).detach() for each in gradients]
         inputs = [_INPUTS.get(each, torch.zeros(_WIDTH, dtype=torch.float64)) for each in self.inputs.values()]
         folded = torch.stack([each.to(device) for each in (*map(_folded, local), *inputs)])  # (rows, _WIDTH)
         mean = folded.clone()
-        dist.all_reduce(mean, group=self.along)
-        mean /= dist.get_world_size(self.along)
+        dist.all_reduce(mean, group=self.group)
+        mean /= dist.get_world_size(self.group)
         norms = [torch.linalg.vector_norm(each, dtype=torch.float64).square().to(device) for each in (*local, *inputs)]
         squares = torch.stack([(folded - mean).square().sum(1), torch.stack(norms)])
         for group in self.groups:
@@ -171,9 +173,9 @@ def _note_input(module: nn.Module, args: tuple[Any, ...]) -> None:
 def _folded(tensor: torch.Tensor) -> torch.Tensor:
     """Reshape the elements to rows of ``_WIDTH``, the last one padded with zeros, and return the sum of the rows."""
     flat = tensor.flatten()
-    whole = len(flat) // _WIDTH * _WIDTH
-    folded = flat[:whole].view(-1, _WIDTH).sum(0, dtype=torch.float64)
-    folded[: len(flat) - whole] += flat[whole:]
+    num_full = len(flat) // _WIDTH * _WIDTH
+    folded = flat[:num_full].view(-1, _WIDTH).sum(0, dtype=torch.float64)
+    folded[: len(flat) - num_full] += flat[num_full:]
     return folded
 
 

@@ -56,8 +56,8 @@ def plan_context(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
         where = path or "the model"
         facts = {f"{path}.{inner}" if path else inner: each for inner, each in adapter.attentions(module).items()}
         problems += [f"{where}: {text}" for text in adapter.problems(module)]
-        problems += _problems_of_attentions(facts, heads_per)
-        notes += [f"{where}: {text}" for text in (*adapter.notes(module), *_notes_of_losses(model, path))]
+        problems += _attention_problems(facts, heads_per)
+        notes += [f"{where}: {text}" for text in (*adapter.notes(module), *_loss_notes(model, path))]
         attentions += facts
         if not facts:
             problems.append(f"{where}: no attention in it is that of {adapter.name}; leave the key out")
@@ -80,7 +80,7 @@ def start_context(model: nn.Module, plan: ShardingPlan) -> tuple[ContextGroup | 
     # The tensor axis is the innermost: with degree 2 for both, ranks 0 and 1 share layers, ranks 0 and 2 sequences.
     group = group_along((-1, degree, plan.config.mesh.tensor_degree), 1, AxisRole.CONTEXT.value)
     found = _models(model)
-    is_known = not any(any(_notes_of_losses(model, path)) for path in found)
+    is_known = not any(any(_loss_notes(model, path)) for path in found)
     context = ContextGroup(group=group, size=degree, index=dist.get_rank(group), divides_losses=is_known)
     afterwards = []
     for path, adapter in found.items():
@@ -110,7 +110,7 @@ def _models(model: nn.Module) -> dict[str, ModelAdapter]:
 _KNOWN_LOSSES = ("composer.models.huggingface", "llmfoundry.")
 
 
-def _notes_of_losses(model: nn.Module, path: str) -> Iterator[str]:
+def _loss_notes(model: nn.Module, path: str) -> Iterator[str]:
     """Notes on modules around the model, such as a ComposerModel, whose loss may use the labels of full sequences."""
     for above in ancestors_or_self(path)[1:]:
         around = type(at_path(model, above))
@@ -122,7 +122,7 @@ def _notes_of_losses(model: nn.Module, path: str) -> Iterator[str]:
             )
 
 
-def _problems_of_attentions(facts: Mapping[str, AttentionFacts], heads_per: int) -> list[str]:
+def _attention_problems(facts: Mapping[str, AttentionFacts], heads_per: int) -> list[str]:
     """Messages about attention modules that cannot be divided. A message about several modules appears once."""
     found: dict[str, list[str]] = {}
     for path, each in facts.items():

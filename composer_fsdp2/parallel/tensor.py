@@ -23,8 +23,8 @@ from composer_fsdp2.config.mesh import EXPERT_AXIS
 from composer_fsdp2.config.text import did_you_mean
 from composer_fsdp2.config.value import json_text
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.parallel.layer_plans import automatic_plan, matching_paths, problems_of_projections
-from composer_fsdp2.parallel.padded_styles import AddedPlaces, padded
+from composer_fsdp2.parallel.layer_plans import automatic_plan, matching_paths, projection_problems
+from composer_fsdp2.parallel.padded_styles import AddedPositions, padded
 from composer_fsdp2.sharding.agree import agree
 from composer_fsdp2.sharding.decide import refuse_sharded
 from composer_fsdp2.sharding.modules import first_paths
@@ -39,7 +39,7 @@ LayerPlan: TypeAlias = Mapping[str, ParallelStyle] | Literal["auto"]
 # Placements by the names of a module's own parameters.
 _Placements = dict[str, Placement]
 
-_OF_WEIGHTS: dict[type[ParallelStyle], dict[type[nn.Module], _Placements]] = {
+_WEIGHT_PLACEMENTS: dict[type[ParallelStyle], dict[type[nn.Module], _Placements]] = {
     ColwiseParallel: {
         nn.Linear: {"weight": Shard(0), "bias": Shard(0)},
         nn.Embedding: {"weight": Shard(1)},
@@ -50,7 +50,7 @@ _OF_WEIGHTS: dict[type[ParallelStyle], dict[type[nn.Module], _Placements]] = {
     },
 }
 # Styles that redistribute the inputs or outputs of a module. Later versions have one for both.
-_OF_ACTIVATIONS = tuple(
+_ACTIVATION_STYLES = tuple(
     getattr(_styles, name)
     for name in ("PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput")
     if hasattr(_styles, name)
@@ -77,7 +77,7 @@ def plan_parallelize(
     degree: int,
     num_shards: int = 1,
     *,
-    not_automatic: Collection[str] = (),
+    excluded_paths: Collection[str] = (),
 ) -> TensorPlan:
     """Decide what each style of a layer plan does to ``model``, without modifying it.
 
@@ -87,7 +87,7 @@ def plan_parallelize(
             torch's ``parallelize_module``. "auto" means the plan of a known model.
         degree: The tensor-parallel degree.
         num_shards: The number of ranks over which the model will be sharded, if known.
-        not_automatic: Paths that "auto" must leave out, such as expert-parallel modules.
+        excluded_paths: Paths that "auto" must leave out, such as expert-parallel modules.
     Raises:
         PlanError: names every path that matches no module, with the most similar one; styles that do not fit their
             module; dimensions that ``degree`` does not divide; and tied weights that are sharded in one module only, or
@@ -97,15 +97,15 @@ def plan_parallelize(
     """
     if isinstance(layer_plan, str):
         automatic = automatic_plan(model, degree, num_shards if needs_even_shards() else 1)
-        layer_plan = {path: style for path, style in automatic.items() if path not in not_automatic}
+        layer_plan = {path: style for path, style in automatic.items() if path not in excluded_paths}
     problems: list[str] = []
     modules, uses = dict(model.named_modules(remove_duplicate=False)), parameter_uses(model)
     styles = _styles_by_path(modules, layer_plan, problems)
     placements = _placements(modules, uses, styles, degree, problems)
-    problems.extend(problems_of_projections(modules, styles, degree))
+    problems.extend(projection_problems(modules, styles, degree))
     if problems:
         raise PlanError("the layer plan of tensor parallelism does not fit the model:\n" + "\n".join(problems))
-    added: AddedPlaces = {}
+    added: AddedPositions = {}
     split = tuple(
         SplitModule(path=path, style=_style_text(style), parallelize=padded(style, added))
         for path, style in styles.items()
@@ -120,7 +120,7 @@ def read_parallelized(model: nn.Module) -> tuple[TensorPlan, DeviceMesh | None]:
         PlanError: parameters are DTensors that tensor parallelism does not make, or of several meshes.
     """
     found = {use: use.parameter for use in parameter_uses(model) if isinstance(use.parameter, DTensor)}
-    uses = {use: parameter for use, parameter in found.items() if not is_of_experts(parameter)}
+    uses = {use: parameter for use, parameter in found.items() if not is_expert_sharded(parameter)}
     meshes = list(dict.fromkeys(parameter.device_mesh for parameter in uses.values()))
     if not meshes:
         return TensorPlan(), None
@@ -140,7 +140,7 @@ def read_parallelized(model: nn.Module) -> tuple[TensorPlan, DeviceMesh | None]:
     return TensorPlan(modules=modules, placements={p: p.placements[0] for p in uses.values()}), meshes[0]
 
 
-def is_of_experts(parameter: DTensor) -> bool:
+def is_expert_sharded(parameter: DTensor) -> bool:
     """Whether a script has sharded the parameter along an expert axis, by LLM Foundry's name of that axis."""
     return parameter.device_mesh.mesh_dim_names == (EXPERT_AXIS,)
 
@@ -166,15 +166,15 @@ def parallelize_model(model: nn.Module, optimizers: Optimizers, layer_plan: Laye
 
     plan = agree(decide, lambda decided: json_text(decided.modules))
     optimizer = the_optimizer(optimizers)
-    follow = None if optimizer is None else rebinding(model, optimizer)
+    rebind = None if optimizer is None else rebinding(model, optimizer)
     modules, ties = dict(model.named_modules(remove_duplicate=False)), tie_groups(model)
     for each in plan.modules:
         assert each.parallelize is not None, "plan_parallelize keeps the style"
         parallelize(modules[each.path], each.parallelize, mesh)
     for names in ties:
         retie_parameters(modules, names)
-    if follow is not None:
-        follow()
+    if rebind is not None:
+        rebind()
 
 
 def parallelized_along(model: nn.Module, world_size: int) -> DeviceMesh | None:
@@ -245,12 +245,12 @@ def _placements(
             )
     found: dict[nn.Parameter, Placement] = {}
     for use in uses:
-        sides = {join(path, name): of_modules.get(modules[path], {}).get(name) for path, name in use.owners}
-        placement, *others = dict.fromkeys(sides.values())
+        placement_of = {join(path, name): of_modules.get(modules[path], {}).get(name) for path, name in use.owners}
+        placement, *others = dict.fromkeys(placement_of.values())
         if others:
-            told = [f"{name} {'unsplit' if side is None else repr(side)}" for name, side in sides.items()]
+            texts = [f"{name} {'unsplit' if each is None else repr(each)}" for name, each in placement_of.items()]
             problems.append(
-                f"one parameter, tied, would be split in several ways: {', '.join(told)}. Plan all of its modules, or "
+                f"one parameter, tied, would be split in several ways: {', '.join(texts)}. Plan all of its modules, or "
                 "none; an embedding RowwiseParallel and a head ColwiseParallel are both Shard(dim=0)"
             )
         elif placement is not None:
@@ -270,7 +270,7 @@ def _placements_of(module: nn.Module, style: ParallelStyle) -> _Placements:
         PlanError: the style does not fit; the message names the modules that do.
     """
     own = [name for name, _ in own_parameters(module)]
-    for kind, by_class in _OF_WEIGHTS.items():
+    for kind, by_class in _WEIGHT_PLACEMENTS.items():
         if isinstance(style, kind):
             fitting = next((each for of_class, each in by_class.items() if isinstance(module, of_class)), None)
             if fitting is None:
@@ -286,11 +286,11 @@ def _placements_of(module: nn.Module, style: ParallelStyle) -> _Placements:
         if next(module.children(), None) is not None:
             raise PlanError("it takes a single layer, such as a norm or a dropout; give the paths of these")
         return dict.fromkeys(own, Replicate())
-    if isinstance(style, _OF_ACTIVATIONS):
+    if isinstance(style, _ACTIVATION_STYLES):
         if isinstance(module, _NEVER_CALLED):
             raise PlanError("a list of modules is never called; give the paths of the modules in it")
         return {}
-    known = [kind.__name__ for kind in (*_OF_WEIGHTS, SequenceParallel, *_OF_ACTIVATIONS)]
+    known = [kind.__name__ for kind in (*_WEIGHT_PLACEMENTS, SequenceParallel, *_ACTIVATION_STYLES)]
     raise PlanError(
         f"known are {', '.join(known)}. Split what another style is for with parallelize_module, along a slice of the "
         "mesh of all axes, and pass the model then"
@@ -300,5 +300,5 @@ def _placements_of(module: nn.Module, style: ParallelStyle) -> _Placements:
 def _style_text(style: ParallelStyle) -> str:
     """A style as its constructor call; the same text on all ranks."""
     settings = {name: repr(value) for name, value in sorted(vars(style).items()) if name != "src_data_rank"}
-    told = ", ".join(f"{name}={text}" for name, text in settings.items() if " at 0x" not in text)
-    return f"{type(style).__name__}({told})"
+    arguments = ", ".join(f"{name}={text}" for name, text in settings.items() if " at 0x" not in text)
+    return f"{type(style).__name__}({arguments})"

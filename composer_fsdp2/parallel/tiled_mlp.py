@@ -174,10 +174,10 @@ class _TiledForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hidden, run = self._read(args, kwargs)
-        can_be_cut = hidden.dim() > 1 and hidden.shape[_SEQUENCE] > 1
-        if can_be_cut and not self.is_token_wise:
+        can_be_chunked = hidden.dim() > 1 and hidden.shape[_SEQUENCE] > 1
+        if can_be_chunked and not self.is_token_wise:
             self._try_chunks(hidden, run)
-        if not can_be_cut or self.num_parts is None:
+        if not can_be_chunked or self.num_parts is None:
             return self.original(*args, **kwargs)
         pieces = self._chunks(hidden, self.num_parts, self.chunks)
         return _concatenate([checkpoint(run, piece, use_reentrant=False) for piece in pieces])
@@ -210,15 +210,15 @@ class _TiledForward:
         smallest = 2 * max(num_shards, num_ranks)
         if length < smallest:
             return
-        tried = min(length, max(2 * math.ceil(length / self.chunks), smallest)) // smallest * smallest
-        both = _like(hidden, _local(hidden).narrow(_SEQUENCE, 0, tried // num_shards))
+        num_tokens = min(length, max(2 * math.ceil(length / self.chunks), smallest)) // smallest * smallest
+        trial = _like(hidden, _local(hidden).narrow(_SEQUENCE, 0, num_tokens // num_shards))
         with self._without_side_effects(hidden.device):
-            together, num_parts = run(both), 1
-            if num_ranks > 1 and isinstance(together, torch.Tensor):
-                num_parts = max(tried // max(together.shape[_SEQUENCE], 1), 1)
-            halves = self._chunks(both, num_parts, 2)
-            apart = [run(half) for half in halves]
-        for half, output in zip(halves, apart, strict=True):
+            unchunked, num_parts = run(trial), 1
+            if num_ranks > 1 and isinstance(unchunked, torch.Tensor):
+                num_parts = max(num_tokens // max(unchunked.shape[_SEQUENCE], 1), 1)
+            halves = self._chunks(trial, num_parts, 2)
+            chunked = [run(half) for half in halves]
+        for half, output in zip(halves, chunked, strict=True):
             expected_shape = (*half.shape[:_SEQUENCE], half.shape[_SEQUENCE] // num_parts)
             if not isinstance(output, torch.Tensor) or tuple(output.shape[:-1]) != expected_shape:
                 shown = f"{tuple(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__
@@ -226,7 +226,7 @@ class _TiledForward:
         self.num_parts = num_parts
         if hidden.is_meta:
             return
-        expected, found = _local(together), _local(_concatenate(apart))
+        expected, found = _local(unchunked), _local(_concatenate(chunked))
         scale, distance = expected.abs().max().item(), (expected - found).abs().max().item()
         if distance > math.sqrt(torch.finfo(expected.dtype).eps) * scale:
             raise self._error(

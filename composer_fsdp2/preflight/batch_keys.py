@@ -138,14 +138,14 @@ def read_batches(
             why = "the system's own default" if field in known.defaults else "assumed"
             option = {"microbatch": "give --microbatch", "sequence": "give --sequence"}.get(field, "")
             findings.append(assumed(key, value, f"no key of the file sets it; {why}", option))
-        return value if field == "optimizer" else _whole(key, value)
+        return value if field == "optimizer" else _positive_int(key, value)
 
     rows, tokens = number("microbatch", microbatch), number("sequence", _lengths(section, sequence))
     path, batch = _first(section, known.global_batch)
     of_rank, rank_batch = _first(section, known.rank_batch)
     key = ".".join(map(str, path))
     if batch not in (None, "auto", -1):  # -1 is TorchTitan's default: all ranks' microbatches, without accumulation
-        batch = _whole(key, batch)
+        batch = _positive_int(key, batch)
         if batch % num_data_ranks:
             raise ConfigError(
                 f"{key} {batch} is not a multiple of the {num_data_ranks} ranks that read batches of their own"
@@ -154,7 +154,7 @@ def read_batches(
         rows = min(rows, rank_rows)
         count = -(-rank_rows // rows)
     elif of_rank:
-        count = max(_whole(str(of_rank[-1]), rank_batch) // rows, 1)
+        count = max(_positive_int(str(of_rank[-1]), rank_batch) // rows, 1)
     else:
         count = number("accumulation") if known.accumulation else 1
     name = str(number("optimizer"))
@@ -172,7 +172,7 @@ def read_batches(
     )
 
 
-def _whole(key: str, value: Any) -> int:
+def _positive_int(key: str, value: Any) -> int:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (is_number and value >= 1 and value % 1 == 0):  # also False for NaN and infinity
         raise ConfigError(f"{key} is {short(value)}; give a whole number above 0")

@@ -29,16 +29,16 @@ def predict_batch(batch: CountedBatch) -> Prediction:
     choices = [OptimizerChoice(name=type(each).__name__, options=each.defaults) for each in batch.optimizers]
     optimizer, findings = counted_optimizer(choices[0] if choices else OptimizerChoice(name="SGD", options={}))
     notes = [f"{each.reason}." for each in findings]
-    plan, trace, rests_on = _from_file(batch, notes) or _from_ranks(batch, notes)
-    how: dict[str, Any] = {
+    plan, trace, basis = _from_file(batch, notes) or _from_ranks(batch, notes)
+    options: dict[str, Any] = {
         "world_size": batch.num_ranks,
         "optimizer": optimizer,
         "num_microbatches": batch.num_microbatches,
         "gpus_per_node": batch.num_ranks,
     }
     try:
-        step = estimate_step(plan, trace, **how)
-        state = estimate_step(plan, trace and trace.without_activations(), **how)
+        step = estimate_step(plan, trace, **options)
+        state = estimate_step(plan, trace and trace.without_activations(), **options)
     except ComposerFSDP2Error as error:
         return Prediction(reason=str(error))
     # The step predicts bytes; an operator's dtype is the counted one, if it has only one.
@@ -50,7 +50,7 @@ def predict_batch(batch: CountedBatch) -> Prediction:
         # Without the optimizer's step, whose temporaries are not state.
         state_bytes=max(each.total_bytes for each in state.timeline if each.microbatch >= 0),
         peak_bytes=step.peak_bytes if trace else 0,
-        rests_on=rests_on if trace else "",
+        rests_on=basis if trace else "",
         notes=(*step.notes, *notes),
     )
 
@@ -92,9 +92,9 @@ def _from_ranks(batch: CountedBatch, notes: list[str]) -> _Traced:
     return batch.plan, trace, "the ranks' plan, and their model on the first microbatch of the counted batch"
 
 
-def _traced(notes: list[str], *what: Any, **how: Any) -> MicrobatchTrace | None:
+def _traced(notes: list[str], *args: Any, **kwargs: Any) -> MicrobatchTrace | None:
     try:
-        return trace_microbatch(*what, **how)
+        return trace_microbatch(*args, **kwargs)
     except Exception as error:  # a model's code may raise any error
         notes.append(f"A microbatch cannot be traced without data: {one_line(error)}")
         return None

@@ -40,8 +40,8 @@ def read_foundry_yaml(file: RunFile, request: Request) -> tuple[nn.Module, Train
     if foundry.fsdp is None:
         is_alone = request.world_size == 1
         why = "on one rank Foundry trains without FSDP" if is_alone else "it has no fsdp_config"
-        way_out = "; plan it for 2 ranks or more" if is_alone else ""
-        raise ConfigError(f"{file.path}: {why}, so nothing is sharded{way_out}")
+        advice = "; plan it for 2 ranks or more" if is_alone else ""
+        raise ConfigError(f"{file.path}: {why}, so nothing is sharded{advice}")
     findings: list[Finding] = []
     model = request.model
     if model is None:
@@ -78,11 +78,11 @@ def _read(read: Any, file: RunFile, world_size: int) -> Any:
 
 def _built(build: Any, foundry: Any, given: dict[str, Any], file: RunFile, request: Request) -> nn.Module:
     """Foundry's model; a Hugging Face model is built from its ``config.json``."""
-    with contextlib.ExitStack() as exits:
+    with contextlib.ExitStack() as stack:
         if _PATH in given:
             path = find_model_config(request.model_config, given[_PATH])
-            given = given | {_PATH: str(exits.enter_context(folder_with(path)))}
-        exits.enter_context(as_config_error(f"{file.path}: the model cannot be built"))
+            given = given | {_PATH: str(stack.enter_context(folder_with(path)))}
+        stack.enter_context(as_config_error(f"{file.path}: the model cannot be built"))
         model: nn.Module = build(foundry, given)
     return model.train()
 

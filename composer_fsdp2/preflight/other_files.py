@@ -13,12 +13,12 @@ from torch import nn
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
 from composer_fsdp2.config.sharding import ActivationCheckpointing
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.migration.dialect import Dialect, Expression, Reading, Section, meets, with_losses
+from composer_fsdp2.migration.dialect import Dialect, Expression, Reading, Section, overlaps, with_losses
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.dialects.composer.around import (
     around_of,
-    findings_beside,
     has_automatic_plan,
+    parallelism_findings,
     precision_of,
     tensor_degree,
 )
@@ -82,11 +82,11 @@ def read_other_file(file: RunFile, request: Request) -> tuple[nn.Module, Trainin
         is_own = is_config_only and request.model_config is None
         path = file.path if is_own else find_model_config(request.model_config, config.named)
         model = built(build_model(path, {key: file.values[key] for key in file.document.values} if is_own else {}))
-        config = _with_layers(config, model)
+        config = _with_model_units(config, model)
     if config.selective is not None:
         if isinstance(request.model, nn.Module):  # do not modify the caller's model
             model = copy.deepcopy(model)
-        config = replace(config, fsdp=_recompute_partly(model, config.fsdp, config.selective))
+        config = replace(config, fsdp=_apply_selective_recomputation(model, config.fsdp, config.selective))
     context = config.fsdp.get("context_parallel_degree") or 1
     num_shared = config.tensor_degree * (context if isinstance(context, int) else 1)
     batches = read_batches(
@@ -158,7 +158,9 @@ def _first_section(file: RunFile, world_size: int) -> _Config:
     dialect, path = found[0]
     around = values[dialect.name]
     section = Section.at(path, around)
-    config = _composers(section) if dialect is _COMPOSER else _translated(file, dialect, section, world_size)
+    config = (
+        _composer_config(section) if dialect is _COMPOSER else _translated_config(file, dialect, section, world_size)
+    )
     keys = [key.split(".") for key in _MODEL_KEYS]
     named = next((value_at(around, key) for key in keys if has_path(around, key)), None)
     several = f"the file has {len(found)} of them, and the first is planned"
@@ -166,11 +168,11 @@ def _first_section(file: RunFile, world_size: int) -> _Config:
     return replace(config, named=named if isinstance(named, str) else None, findings=(*config.findings, *findings))
 
 
-def _composers(section: Section) -> _Config:
+def _composer_config(section: Section) -> _Config:
     around = around_of(section)
     precision, problem = precision_of(around)
     findings = [problem] if problem else []
-    findings += [each for each in findings_beside(around) if each.outcome.blocks]
+    findings += [each for each in parallelism_findings(around) if each.outcome.blocks]
     degree, has_plan = tensor_degree(around), has_automatic_plan(around)
     if degree > 1 and not has_plan:
         key = "tp" if section.path[-2:-1] == ("parallelism_config",) else "tp_config"
@@ -195,7 +197,7 @@ def _composers(section: Section) -> _Config:
     )
 
 
-def _translated(file: RunFile, dialect: Dialect, section: Section, world_size: int) -> _Config:
+def _translated_config(file: RunFile, dialect: Dialect, section: Section, world_size: int) -> _Config:
     """Translate a section as ``migrate --to composer`` does.
 
     Settings that Composer does not have are in the findings.
@@ -212,7 +214,7 @@ def _translated(file: RunFile, dialect: Dialect, section: Section, world_size: i
     if is_budgeted:
         fields["activation_checkpointing"] = ActivationCheckpointing()
     expression = _COMPOSER.express(run.with_fields(fields))
-    findings = [each for each in _undecided(reading, expression) if not each.key.startswith(_MODE[0])]
+    findings = [each for each in _open_findings(reading, expression) if not each.key.startswith(_MODE[0])]
     if is_budgeted:
         reason = "which activations the compiler keeps is not known; all are counted"
         findings.append(assumed(".".join(_MODE), "memory_budget", reason, "selective or full names them"))
@@ -232,7 +234,7 @@ def _translated(file: RunFile, dialect: Dialect, section: Section, world_size: i
     )
 
 
-def _undecided(reading: Reading, expression: Expression) -> list[Finding]:
+def _open_findings(reading: Reading, expression: Expression) -> list[Finding]:
     """Return findings that need a decision or change the sharding in any target system.
 
     Findings of settings that Composer lacks are omitted here, because ``_translated`` adds them.
@@ -243,13 +245,13 @@ def _undecided(reading: Reading, expression: Expression) -> list[Finding]:
     for each in findings:
         decided = decides(reading.rows[each.key]) if each.key in reading.rows else None
         changes = bool(decided) and each.outcome is Outcome.APPROXIMATE and each.origin is Origin.KEY
-        is_lost = decided is not None and meets(lost, decided)
+        is_lost = decided is not None and overlaps(lost, decided)
         if not is_lost and (each.outcome.blocks or changes):
             found.append(each)
     return found
 
 
-def _with_layers(config: _Config, model: nn.Module) -> _Config:
+def _with_model_units(config: _Config, model: nn.Module) -> _Config:
     """Make the decoder layers of a transformers model the units if the file does not select units."""
     fsdp, findings = dict(config.fsdp), []
     has_own_models = config.dialect.has_own_models  # their classes do not exist in transformers
@@ -273,7 +275,7 @@ def _with_layers(config: _Config, model: nn.Module) -> _Config:
     return replace(config, fsdp=fsdp, findings=(*config.findings, *findings))
 
 
-def _recompute_partly(model: nn.Module, fsdp: Mapping[str, Any], selective: str) -> Mapping[str, Any]:
+def _apply_selective_recomputation(model: nn.Module, fsdp: Mapping[str, Any], selective: str) -> Mapping[str, Any]:
     """Make the model's layers recompute selectively, as TorchTitan does; return the keys that are still to apply."""
     named = fsdp.get(_RECOMPUTED)
     classes = no_split_classes(model) if named == _LAYERS else set(named or ())

@@ -11,7 +11,7 @@ from composer_fsdp2.preflight.run_file import as_config_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Questions(Value):
+class StepOptions(Value):
     """What to predict of a step.
 
     Args:
@@ -25,7 +25,7 @@ class Questions(Value):
     counts_activations: bool = True
 
 
-def plan_step(run: PreflightRun, source: str, questions: Questions) -> PlannedStep:
+def plan_step(run: PreflightRun, source: str, options: StepOptions) -> PlannedStep:
     """Predict memory, collectives and time bounds of one step of ``run``.
 
     Args:
@@ -35,14 +35,14 @@ def plan_step(run: PreflightRun, source: str, questions: Questions) -> PlannedSt
     """
     optimizer, findings = counted_optimizer(run.optimizer)
     trace = None
-    if questions.counts_activations:
+    if options.counts_activations:
         size = f"a microbatch of {run.microbatch_size} × {run.sequence_length} tokens"
         with as_config_error(
             f"{source}: --no-activations plans everything else, but {size} cannot be traced without data"
         ):
             trace = run.trace()
     estimate = run.estimate(trace)
-    machine = questions.machine
+    machine = options.machine
     peak = "amp_fp8" if run.has_fp8_layers else run.precision
     return PlannedStep(
         source=source,
@@ -57,6 +57,6 @@ def plan_step(run: PreflightRun, source: str, questions: Questions) -> PlannedSt
         num_microbatches=run.num_microbatches,
         sequence_length=run.sequence_length,
         findings=(*run.translation.findings, *run.findings, *findings),
-        memory=questions.memory,
+        memory=options.memory,
         bounds=step_bounds(estimate, trace or assumed_trace(run.plan), machine.computing_in(peak)) if machine else None,
     )

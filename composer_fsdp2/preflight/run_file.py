@@ -102,7 +102,7 @@ class RunFile:
             raise ConfigError(document.problem)
         if not isinstance(document.values, Mapping):
             raise ConfigError(f"{path}:1:1: this is {short(document.values)}, and no configuration")
-        deepspeed = with_settings(document, partial(read_named, path.parent), to="composer", alone=True)
+        deepspeed = with_settings(document, partial(read_named, path.parent), to="composer", allow_unreferenced=True)
         if deepspeed is not None:
             document = open_document(deepspeed.text, str(path), deepspeed.suffix)
         values = _overridden(resolve(document.values).values, overrides)
@@ -115,7 +115,7 @@ class RunFile:
         placed = (replace(each, where=self._place(each.key)) for each in findings)
         if self.deepspeed is None:
             return tuple(placed)
-        completed = self.deepspeed.told(placed)
+        completed = self.deepspeed.findings_of_file(placed)
         return tuple(each for each in completed if each.outcome not in (Outcome.UNNEEDED, Outcome.EXACT))
 
     def _place(self, key: str) -> str:

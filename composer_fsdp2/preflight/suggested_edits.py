@@ -37,21 +37,21 @@ Replan = Callable[[str], PreflightRun]
 
 
 @contextlib.contextmanager
-def replanning(path: str | Path, **how: Any) -> Iterator[Replan]:
+def replanning(path: str | Path, **options: Any) -> Iterator[Replan]:
     """Yield a function that reads an edited text as a run, from a temporary folder. The user's file is not modified.
 
     Args:
         how: Keyword arguments of ``read_run``.
     """
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder, Path(path).name)
+        edited = Path(folder, Path(path).name)
 
         def replan(text: str) -> PreflightRun:
-            copy.write_bytes(text.encode())  # preserves line endings
+            edited.write_bytes(text.encode())  # preserves line endings
             try:
-                return read_run(copy, **how)
+                return read_run(edited, **options)
             except ComposerFSDP2Error as error:
-                raise ConfigError(str(error).replace(str(copy), str(path))) from error
+                raise ConfigError(str(error).replace(str(edited), str(path))) from error
 
         yield replan
 
@@ -124,9 +124,9 @@ def _further_changes(nearest: Candidate, run: PreflightRun, memory_bytes: int) -
         return sum(map(nearest.peak.bytes_of, kinds))
 
     state = bytes_of(Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER)
-    left = memory_bytes - (nearest.peak_bytes - state)
-    if state and left > 0:
-        ranks = math.ceil(state * (run.world_size // nearest.settings.replicas) / left)
+    available = memory_bytes - (nearest.peak_bytes - state)
+    if state and available > 0:
+        ranks = math.ceil(state * (run.world_size // nearest.settings.replicas) / available)
         yield f"about {ranks:,} ranks: {human_bytes(state)} of it are sharded parameters, gradients and optimizer state"
     if run.plan.config.accumulation.gradient_sync is GradientSync.LAST and run.num_microbatches > 1:
         yield (

@@ -43,7 +43,7 @@ from composer_fsdp2.checkpoint import layouts
 from composer_fsdp2.checkpoint import read as reading
 from composer_fsdp2.checkpoint.convert import conversion, copying
 from composer_fsdp2.checkpoint.convert.conversion import convert_checkpoint
-from composer_fsdp2.checkpoint.convert.state import _only_matching, state_to_write
+from composer_fsdp2.checkpoint.convert.state import _unique_matching, state_to_write
 from composer_fsdp2.checkpoint.hugging_face import without_ties
 from composer_fsdp2.checkpoint.layouts import packed
 
@@ -687,4 +687,4 @@ def test_every_way_to_match_positions_is_counted():
             if all(shape in (None, candidates[place]) for shape, place in zip(shapes, places, strict=True))
         ]
         expected = ways[0] if len(ways) == 1 else "there are several ways" if ways else "there is no way"
-        assert _only_matching(shapes, candidates) == expected, (shapes, candidates)
+        assert _unique_matching(shapes, candidates) == expected, (shapes, candidates)

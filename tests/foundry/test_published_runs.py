@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from published import OUT_OF_MEMORY, PAGE, Published, Row, all_rows, page, plan_mpt, published, refused
 
 from composer_fsdp2.estimate.step import Kind
-from composer_fsdp2.preflight.planned import Questions, plan_step
+from composer_fsdp2.preflight.planned import StepOptions, plan_step
 from composer_fsdp2.preflight.read_run import read_run
 
 # From LLM Foundry's tables, at 2,048 tokens.
@@ -98,6 +98,6 @@ def test_flash_attention_of_a_hugging_face_model_keeps_no_scores(tmp_path: Path)
         }  # fmt: skip
         path = tmp_path / "run.yaml"
         path.write_text(yaml.safe_dump(file))
-        planned = plan_step(read_run(path, world_size=4, model_config=tmp_path), "run.yaml", Questions())
+        planned = plan_step(read_run(path, world_size=4, model_config=tmp_path), "run.yaml", StepOptions())
         of_a_token.append(planned.most_of(Kind.ACTIVATIONS) / tokens)
     assert of_a_token[0] == pytest.approx(of_a_token[1], rel=1e-3)

@@ -122,7 +122,7 @@ def test_names_are_unique_within_a_dialect():
     """A key's full path matches exactly one key of a dialect."""
     for each in all_keys():
         found = explain(each.places[0], dialect=each.dialect.name)
-        assert [other.row.name for other in found if not other.word] == [each.row.name]
+        assert [other.row.name for other in found if not other.queried_value] == [each.row.name]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def test_names_are_unique_within_a_dialect():
 def test_no_shard_is_told_by_each_dialect():
     """NO_SHARD replicates full parameters; `explain` must not report FULL_SHARD's outcome for it."""
     for dialect in ("composer", "huggingface"):
-        told = {str(fate.value): fate.finding for fate in one("sharding_strategy", dialect).fates}
+        told = {str(each.value): each.finding for each in one("sharding_strategy", dialect).value_outcomes}
         assert set(told) >= {"FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"}
         assert "2-D mesh with one rank on its shard axis" in told["NO_SHARD"].target
         assert "reshard_after_forward=False" in told["SHARD_GRAD_OP"].target
@@ -169,7 +169,7 @@ def test_no_shard_is_told_by_each_dialect():
 )
 def test_a_value_has_its_own_fate(asked: str, dialect: str, reader: str, outcome: Outcome):
     """``KEY=VALUE`` reports the outcome of the user's own value, parsed as migrate parses it."""
-    (found,) = [fate.finding for fate in one(asked, dialect).fates if not reader or reader in fate.readers]
+    (found,) = [each.finding for each in one(asked, dialect).value_outcomes if not reader or reader in each.readers]
     assert found.outcome is outcome
 
 
@@ -209,9 +209,9 @@ VALUES_ASKED: list[tuple[str, set[tuple[str, str]]]] = [
 
 def test_auto_is_a_word_of_the_keys_that_choose_modules():
     """Files written by migrate contain ``auto``; it is not the name of a class."""
-    told = {each.row.name: each.fates for each in explain("auto", dialect="composer")}
-    assert set(told) == {"activation_checkpointing_policy", "idle_towers", "wrap_policy"}
-    assert {fate.finding.outcome for fates in told.values() for fate in fates} == {Outcome.EXACT}
+    by_key = {each.row.name: each.value_outcomes for each in explain("auto", dialect="composer")}
+    assert set(by_key) == {"activation_checkpointing_policy", "idle_towers", "wrap_policy"}
+    assert {each.finding.outcome for outcomes in by_key.values() for each in outcomes} == {Outcome.EXACT}
 
 
 def test_a_value_finds_the_keys_that_take_it():
@@ -224,7 +224,7 @@ def test_a_value_finds_the_keys_that_take_it():
         assert of_axolotl - {"final_state_dict_type"} == {key for dialect, key in keys if dialect == "huggingface"}, (
             asked
         )
-        assert all(each.word and each.fates for each in found), asked
+        assert all(each.queried_value and each.value_outcomes for each in found), asked
 
 
 def test_every_value_of_the_tables_is_found():
@@ -234,35 +234,38 @@ def test_every_value_of_the_tables_is_found():
             if not isinstance(value, str) or value in ("true", "false"):
                 continue
             name = each.dialect.name
-            found = [other for other in explain(value, dialect=name) if other.word and other.row is each.row]
-            assert [str(fate.value) for fate in found[0].fates if fate.value != value] == [], (each.places[0], value)
+            found = [other for other in explain(value, dialect=name) if other.queried_value and other.row is each.row]
+            assert [str(each.value) for each in found[0].value_outcomes if each.value != value] == [], (
+                each.places[0],
+                value,
+            )
             if value != "no":  # false to YAML, if it is not quoted
                 [same] = explain(f"{each.places[0]}={value}", dialect=name)
-                assert found[0].fates == same.fates, (each.places[0], value)
+                assert found[0].value_outcomes == same.value_outcomes, (each.places[0], value)
 
 
 def test_a_value_has_the_case_of_its_system():
     """A value in another case is shown in the case that the system accepts, ready to copy."""
-    assert [each.word for each in explain("SELECTIVE")] == ["selective"]
-    assert {each.dialect.name: each.word for each in explain("Full_Shard") if each.row.name != "fsdp"} == {
+    assert [each.queried_value for each in explain("SELECTIVE")] == ["selective"]
+    assert {each.dialect.name: each.queried_value for each in explain("Full_Shard") if each.row.name != "fsdp"} == {
         "composer": "Full_Shard",  # any case
         "huggingface": "Full_Shard",
         "axolotl": "Full_Shard",
         "fsdp": "Full_Shard",
     }
-    assert {each.word for each in explain("full_shard") if each.row.name == "fsdp"} == {"full_shard"}
-    assert {each.word for each in explain("FULL_SHARD") if each.row.name == "fsdp"} == {"full_shard"}
+    assert {each.queried_value for each in explain("full_shard") if each.row.name == "fsdp"} == {"full_shard"}
+    assert {each.queried_value for each in explain("FULL_SHARD") if each.row.name == "fsdp"} == {"full_shard"}
 
 
 def test_a_word_that_is_a_key_and_a_value_is_told_as_both():
     """The user may have meant either, so both are shown."""
     found = explain("memory_budget")
-    assert [(each.row.name, each.word) for each in found] == [
+    assert [(each.row.name, each.queried_value) for each in found] == [
         ("activation_checkpoint.memory_budget", ""),
         ("activation_checkpoint.mode", "memory_budget"),
     ]
     [parts] = explain("bf16", dialect="composer")
-    assert [fate.value for fate in parts.fates][:2] == [{"param_dtype": "bf16"}, {"reduce_dtype": "bf16"}]
+    assert [each.value for each in parts.value_outcomes][:2] == [{"param_dtype": "bf16"}, {"reduce_dtype": "bf16"}]
 
 
 def test_who_reads_a_key_is_told():
@@ -271,7 +274,7 @@ def test_who_reads_a_key_is_told():
     strategy = one("fsdp_sharding_strategy", "huggingface")
     assert strategy.read_by == ("accelerate 1.8.1, FSDP1",)
     assert "fsdp" in strategy.dialect.instead(strategy.row)["transformers 4.51.3"]
-    assert all(fate.readers == ("accelerate 1.8.1, FSDP1",) for fate in strategy.fates)
+    assert all(each.readers == ("accelerate 1.8.1, FSDP1",) for each in strategy.value_outcomes)
     assert one("limit_all_gathers", "huggingface").read_by == ("transformers 4.51.3",)
     assert one("limit_all_gathers", "axolotl").read_by == ("axolotl, FSDP1",)
 
@@ -279,7 +282,7 @@ def test_who_reads_a_key_is_told():
 def test_a_word_that_stands_beside_another_is_a_value():
     """``offload`` is valid in `fsdp: full_shard offload`, so `explain offload` must find it."""
     (found,) = explain("offload", dialect="huggingface")
-    assert found.word == "offload" and "full_shard offload" in found.fates[0].finding.reason
+    assert found.queried_value == "offload" and "full_shard offload" in found.value_outcomes[0].finding.reason
 
 
 # Values that a user might type, not those of the dialects' tables.
@@ -311,7 +314,7 @@ VALUES = st.sampled_from(
 def test_any_value_of_any_key_has_an_answer(place: str, value: str):
     """`explain` never ends in a traceback, whatever the value, also with --json."""
     for each in explain(f"{place}={value}"):
-        assert each.fates or each.row.group == "beside fsdp_config"  # an empty one sets nothing
+        assert each.value_outcomes or each.row.group == "beside fsdp_config"  # an empty one sets nothing
         assert str(each)
         json.dumps(each.to_json(), default=str)
 

@@ -16,7 +16,7 @@ from composer_fsdp2.estimate.events import Hook
 from composer_fsdp2.estimate.plan_text import bounds_table, human_count
 from composer_fsdp2.migration.dialect import Section
 from composer_fsdp2.preflight.batch_keys import batch_keys
-from composer_fsdp2.preflight.planned import Questions, plan_step
+from composer_fsdp2.preflight.planned import StepOptions, plan_step
 from composer_fsdp2.preflight.preflight_run import PreflightRun
 from composer_fsdp2.preflight.read_run import read_run
 
@@ -68,7 +68,7 @@ def test_how_tokens_are_shared_out_is_said(tmp_path: Path):
         ("llama", {}),
     ):
         run = read_run(config(tmp_path, kind, **sizes), world_size=2, microbatch=1, sequence=16, device="cpu")
-        notes = plan_step(run, kind, Questions()).estimate.notes
+        notes = plan_step(run, kind, StepOptions()).estimate.notes
         assert any("Every expert" in note for note in notes) == bool(sizes), kind
 
 
@@ -152,7 +152,7 @@ def test_what_stops_a_migration_stops_a_plan(tmp_path: Path, name: str, text: st
     """A plan of another run with exit code 0: of all parameters instead of an adapter's, in 16 bits instead of 4."""
     (tmp_path / name).write_text(text)
     run = read_run(tmp_path / name, world_size=4, model_config=config(tmp_path), microbatch=1, sequence=16)
-    step = plan_step(run, name, Questions(machine=GPUS["h100"]))
+    step = plan_step(run, name, StepOptions(machine=GPUS["h100"]))
     assert [each.key for each in step.blocking] == ([] if key is None else [key])
     assert step.bounds is not None
     peak = GPUS["h100"].fp8_flops if key == "model.converters" else GPUS["h100"].flops
@@ -175,7 +175,7 @@ def test_tokens_and_hours_are_bounds(tmp_path: Path, degree: int, tokens: int):
     (tmp_path / "run.toml").write_text(text)
     run = read_run(tmp_path / "run.toml", world_size=4, model_config=config(tmp_path), microbatch=1, sequence=16)
     machine = replace(GPUS["h100"], flops=1e9)
-    step = plan_step(run, "run.toml", Questions(machine=machine))
+    step = plan_step(run, "run.toml", StepOptions(machine=machine))
     assert step.bounds is not None and step.num_tokens == tokens
     rows = dict(bounds_table(step).rows)
     assert rows["tokens a second, all ranks"] == f"at most {human_count(tokens / step.bounds.lower_s)}"

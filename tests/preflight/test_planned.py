@@ -16,10 +16,10 @@ from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.estimate.bounds import GPUS
 from composer_fsdp2.estimate.plan_text import plan_text
 from composer_fsdp2.estimate.planned_step import SCHEMA, Memory, PlannedStep
-from composer_fsdp2.preflight.planned import Questions, plan_step
+from composer_fsdp2.preflight.planned import StepOptions, plan_step
 from composer_fsdp2.preflight.preflight_run import OptimizerChoice
 
-ALL = Questions(memory=Memory(given_bytes=2**20, reserve=Reserve(share=0, fixed_bytes=0)), machine=GPUS["h100"])
+ALL = StepOptions(memory=Memory(given_bytes=2**20, reserve=Reserve(share=0, fixed_bytes=0)), machine=GPUS["h100"])
 BLOCK, ROOT = 4 * 280, 4 * 400  # bytes of a unit
 
 
@@ -62,7 +62,7 @@ def test_the_object(step: PlannedStep):
 
 def test_what_was_not_asked_is_null():
     """Unknown values are null: without a memory limit whether it fits, without a trace the size of activations."""
-    found = object_of(plan_step(planned_run(), "run.yaml", Questions(counts_activations=False)))
+    found = object_of(plan_step(planned_run(), "run.yaml", StepOptions(counts_activations=False)))
     per_rank = found["per_rank"]
     assert [found["fits"], found["memory"], found["bounds"]] == [None] * 3
     assert [per_rank["activations_bytes"], per_rank["loss_bytes"]] == [None, None]
@@ -95,7 +95,7 @@ def test_a_finding_that_blocks(step: PlannedStep):
 def test_an_optimizer_that_nobody_knows():
     """Its state is not ignored: AdamW's size is assumed, and a finding reports it."""
     run = planned_run(optimizer=OptimizerChoice(name="my_optimizer", options={}))
-    step = plan_step(run, "run.yaml", Questions(counts_activations=False))
+    step = plan_step(run, "run.yaml", StepOptions(counts_activations=False))
     (finding,) = (each for each in step.findings if each.value == "my_optimizer")
     assert "AdamW's state is counted" in finding.reason and step.estimate.optimizer_bytes > 0
 
@@ -107,7 +107,7 @@ def test_a_model_that_cannot_be_traced():
         raise RuntimeError("no kernel\nmore of it")
 
     with pytest.raises(ConfigError, match=r"run\.yaml: --no-activations plans .*: RuntimeError: no kernel"):
-        plan_step(replace(planned_run(), loss=loss), "run.yaml", Questions())
+        plan_step(replace(planned_run(), loss=loss), "run.yaml", StepOptions())
 
 
 def test_the_text_fits_a_screen(step: PlannedStep):

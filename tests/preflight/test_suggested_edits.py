@@ -23,7 +23,7 @@ from composer_fsdp2.migration.migrate import find_sections
 from composer_fsdp2.migration.patched_file import Patch, apply_patch
 from composer_fsdp2.preflight.batch_keys import batch_keys
 from composer_fsdp2.preflight.fixed_settings import fixed_settings
-from composer_fsdp2.preflight.planned import Questions, plan_step
+from composer_fsdp2.preflight.planned import StepOptions, plan_step
 from composer_fsdp2.preflight.preflight_run import PreflightRun
 from composer_fsdp2.preflight.read_run import read_run
 from composer_fsdp2.preflight.suggested_edits import replanning, suggest_edits
@@ -105,7 +105,7 @@ Planned = tuple[PreflightRun, PlannedStep]
 
 def read_and_planned(file: Path, given: dict[str, Any]) -> Planned:
     run = read_run(file, **given)
-    return run, plan_step(run, str(file), Questions())
+    return run, plan_step(run, str(file), StepOptions())
 
 
 def planned(file: Path, given: dict[str, Any]) -> PlannedStep:

@@ -22,7 +22,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from composer_fsdp2 import begin_microbatch, prepare_fully_shard
 from composer_fsdp2.estimate._torch.counting import Collectives, StateBytes
 from composer_fsdp2.preflight.batch_keys import Batches
-from composer_fsdp2.preflight.planned import Questions, plan_step
+from composer_fsdp2.preflight.planned import StepOptions, plan_step
 from composer_fsdp2.preflight.planned_model import Training, built, planned_run
 from composer_fsdp2.preflight.preflight_run import OptimizerChoice, PreflightRun
 from composer_fsdp2.preflight.run_file import Request
@@ -94,7 +94,7 @@ def run_of(case: Case, world_size: int) -> PreflightRun:
 
 def planned(case: Case, world_size: int) -> Step:
     run = run_of(case, world_size)
-    step = plan_step(run, case.model, Questions())
+    step = plan_step(run, case.model, StepOptions())
     assert step.trace is not None
     state = run.estimate(step.trace.without_activations())
     in_microbatches = [each for each in state.timeline if each.microbatch >= 0]  # the optimizer's step allocates none

@@ -79,9 +79,9 @@ def state_to_write(
             continue
         needs_names = contents.keyed_by == "id" and (named_optimizer or include is not None)
         positions = names_of_positions(inventory, contents, model) if needs_names else {}
-        found, lost = _optimizer(inventory, contents.name, _renaming(names, kept, positions))
+        found, dropped_keys = _optimizer(inventory, contents.name, _renaming(names, kept, positions))
         below.setdefault("optimizers", {})[contents.name] = found
-        dropped += lost
+        dropped += dropped_keys
     renamed = {name: new for name, new in kept.items() if new != name}
     return ConversionState(state=state, renamed=renamed, dropped=tuple(dropped))
 
@@ -98,10 +98,10 @@ def _names(inventory: CheckpointInventory, prefix: str) -> dict[str, str]:
 
 
 def _check_patterns(inventory: CheckpointInventory, names: Mapping[str, str], include: Sequence[str] | None) -> None:
-    idle = [pattern for pattern in include or () if not any(fnmatchcase(name, pattern) for name in names.values())]
-    if idle:
+    unmatched = [pattern for pattern in include or () if not any(fnmatchcase(name, pattern) for name in names.values())]
+    if unmatched:
         raise CheckpointError(
-            f"{inventory.path}: no tensor of the model matches {', '.join(idle)}; its names are like "
+            f"{inventory.path}: no tensor of the model matches {', '.join(unmatched)}; its names are like "
             f"{and_more(list(names.values()), 5)}"
         )
     if include is not None and not include:
@@ -169,9 +169,9 @@ def _renaming(names: Mapping[str, str], kept: Mapping[str, str], positions: Mapp
 def _optimizer(inventory: CheckpointInventory, name: str, rename: _Rename) -> tuple[Any, list[str]]:
     """The state and hyperparameters of one optimizer, and the keys that are not converted."""
     path = (*OPTIMIZERS, name)
-    of_parameters = _by_key(inventory, (*path, "state"))
-    names = {key: rename(key) for key in of_parameters}
-    state = {new: tree_of(of_parameters[key]) for key, new in names.items() if new is not None}
+    parameter_states = _by_key(inventory, (*path, "state"))
+    names = {key: rename(key) for key in parameter_states}
+    state = {new: tree_of(parameter_states[key]) for key, new in names.items() if new is not None}
     others = {key: tree_of(below) for key, below in _by_key(inventory, path).items() if key != "state"}
     if isinstance(groups := others.get("param_groups"), list):
         others["param_groups"] = [_group(group, rename) for group in groups]
@@ -211,7 +211,7 @@ def names_of_positions(
         )
     candidates = _candidates(inventory, model)
     shapes = [_shape(contents, position) for position in positions]
-    found = _only_matching(shapes, [shape for _, shape in candidates])
+    found = _unique_matching(shapes, [shape for _, shape in candidates])
     if isinstance(found, str):
         raise CheckpointError(
             f"{where}; {found} to give its {len(positions)} parameters the names of the model's {len(candidates)} "
@@ -245,7 +245,7 @@ def _shape(contents: OptimizerContents, position: int) -> Shape | None:
     return None
 
 
-def _only_matching(shapes: Sequence[Shape | None], candidates: Sequence[Shape]) -> list[int] | str:
+def _unique_matching(shapes: Sequence[Shape | None], candidates: Sequence[Shape]) -> list[int] | str:
     """Match shapes to candidates in order.
 
     The match is unique if matching each shape to its first possible candidate and to its last gives the same result.
@@ -253,16 +253,16 @@ def _only_matching(shapes: Sequence[Shape | None], candidates: Sequence[Shape]) 
     Returns:
         The indices of the candidates; or a message that there is no match, or more than one.
     """
-    first = _earliest(shapes, candidates)
+    first = _first_matching(shapes, candidates)
     if first is None:
         return "there is no way"
-    backwards = _earliest(shapes[::-1], candidates[::-1])
+    backwards = _first_matching(shapes[::-1], candidates[::-1])
     assert backwards is not None
-    is_only = first == [len(candidates) - 1 - place for place in reversed(backwards)]
-    return first if is_only else "there are several ways"
+    is_unique = first == [len(candidates) - 1 - place for place in reversed(backwards)]
+    return first if is_unique else "there are several ways"
 
 
-def _earliest(shapes: Sequence[Shape | None], candidates: Sequence[Shape]) -> list[int] | None:
+def _first_matching(shapes: Sequence[Shape | None], candidates: Sequence[Shape]) -> list[int] | None:
     """For each shape, the first candidate of that shape after the previous one; None if not found."""
     places: list[int] = []
     for place, candidate in enumerate(candidates):

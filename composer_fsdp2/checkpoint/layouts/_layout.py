@@ -148,8 +148,8 @@ class Layout:
             complete.
         unpack: Writes the checkpoint in a packed file to a folder, and returns its path. None if the layout is not
             packed.
-        holds_entries: Whether a file of a folder is a concatenation of archives that the metadata lists.
-        files_beside: For a recognized file, all files of the same checkpoint, including missing ones.
+        contains_entries: Whether a file of a folder is a concatenation of archives that the metadata lists.
+        checkpoint_files: For a recognized file, all files of the same checkpoint, including missing ones.
         has_names: Whether a folder with files of these relative names has this layout.
         metadata: The file of a folder that describes the others, which are then downloaded at first access, and
             ``read`` for such a folder. None if there is no such file.
@@ -161,8 +161,8 @@ class Layout:
     read: Callable[[Path, bool], CheckpointInventory] = _refuse_packed
     incomplete: Callable[[Path], str | None] = lambda path: None
     unpack: Callable[[Path, Path], Path] | None = None
-    holds_entries: Callable[[Path], bool] = lambda file: False
-    files_beside: Callable[[Path], Sequence[Path]] = lambda path: ()
+    contains_entries: Callable[[Path], bool] = lambda file: False
+    checkpoint_files: Callable[[Path], Sequence[Path]] = lambda path: ()
     has_names: Callable[[Collection[str]], bool] = lambda names: False
     metadata: tuple[str, Callable[[Folder, bool], CheckpointInventory]] | None = None
     written: LayoutWriter | None = None

@@ -143,6 +143,6 @@ LAYOUT = Layout(
     recognize=_recognize,
     incomplete=_incomplete,
     read=_read,
-    holds_entries=dcp.holds_entries,
+    contains_entries=dcp.contains_entries,
     has_names=lambda names: _WRITTEN_LAST in names,
 )

@@ -87,7 +87,7 @@ def _recognize(path: Path) -> bool:
     return path.is_dir() and ((path / METADATA).is_file() or any(path.glob("*.distcp")))
 
 
-def holds_entries(file: Path) -> bool:
+def contains_entries(file: Path) -> bool:
     """Whether a file of a DCP folder contains entries, from its suffix."""
     return file.suffix == ".distcp"
 
@@ -209,7 +209,7 @@ class _Directory:
         # Machines may have downloaded different files of a remote checkpoint, but their ranks compare inventories.
         present = [self.where] if self.folder.fetch else sorted(self.path.iterdir())
         files = tuple((file, file.stat().st_size) for file in present if file.is_file())
-        unnamed = [file.name for file, _ in files if holds_entries(file) and file.name not in self.file_sizes]
+        unnamed = [file.name for file, _ in files if contains_entries(file) and file.name not in self.file_sizes]
         remark = [f"{METADATA} does not name {', '.join(unnamed)} (another save's?)"] if unnamed else []
         inventory = CheckpointInventory(
             path=self.path,
@@ -398,7 +398,7 @@ def flattened(state: Mapping[str, Any]) -> dict[str, tuple[EntryPath, Any]]:
     """
     entries: dict[str, tuple[EntryPath, Any]] = {}
     empty: list[EntryPath] = []
-    for path, leaf in leaves(state, parts=_parts):
+    for path, leaf in leaves(state, parts=_flattened_children):
         key = dotted(path)
         if isinstance(leaf, Mapping):
             empty.append(path)
@@ -411,7 +411,7 @@ def flattened(state: Mapping[str, Any]) -> dict[str, tuple[EntryPath, Any]]:
     return entries
 
 
-def _parts(value: Any) -> Parts:
+def _flattened_children(value: Any) -> Parts:
     """The children of a value that torch would flatten. An empty dict is a leaf here."""
     if isinstance(value, Mapping) and value:
         return ((str(key), part) for key, part in value.items())
@@ -505,7 +505,7 @@ LAYOUT = Layout(
     recognize=_recognize,
     incomplete=_incomplete,
     read=lambda path, trust: read(Folder(path), trust),
-    holds_entries=holds_entries,
+    contains_entries=contains_entries,
     metadata=(METADATA, read),
     written=LayoutWriter(name="dcp", lay_out=_lay_out, by_name=True),
 )

@@ -92,14 +92,14 @@ def _recognize(path: Path) -> bool:
         return False
 
 
-def _files_beside(path: Path) -> list[Path]:
+def _files_of_all_ranks(path: Path) -> list[Path]:
     """The paths of all ranks' files, including missing ones, from the path of one of them."""
     return _all_files(_read_file(path, trust=False))
 
 
 def _incomplete(path: Path) -> str | None:
     try:
-        missing = [file.name for file in _files_beside(path) if not file.is_file()]
+        missing = [file.name for file in _files_of_all_ranks(path) if not file.is_file()]
     except CheckpointError as error:
         return str(error)
     return f"files of {len(missing)} ranks are missing, {missing[0]} among them" if missing else None
@@ -350,5 +350,5 @@ LAYOUT = Layout(
     recognize=_recognize,
     incomplete=_incomplete,
     read=_read,
-    files_beside=_files_beside,
+    checkpoint_files=_files_of_all_ranks,
 )

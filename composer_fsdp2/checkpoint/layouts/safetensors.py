@@ -194,9 +194,9 @@ def _lay_out(request: WriteRequest) -> Output:
     weights, ties = without_ties(weights, form.config if form else None)
     remarks.extend(f"leaves out {tie}, which is the same bytes" for tie in ties)
     remarks.extend(f"leaves out {what}" for what in (form.left_out if form else ()))
-    beside = [OutputFile.of_bytes(name, content) for name, content in (form.beside if form else {}).items()]
+    other_files = [OutputFile.of_bytes(name, content) for name, content in (form.other_files if form else {}).items()]
     return Output(
-        files=(*_weight_files(weights, request.num_files), *beside),
+        files=(*_weight_files(weights, request.num_files), *other_files),
         renamed=renamed,
         dropped=_dropped(request),
         remarks=tuple(remarks),

@@ -62,7 +62,7 @@ def check_content(reader: Reader, records: Iterable[TensorRecord], checkpoint: P
     if not (dist.is_available() and dist.is_initialized()):
         return check_own_content(reader, checkpoint)
     numbers = _numbers(records)
-    parts, damaged, unchecked = _own_parts(reader, numbers, checkpoint)
+    parts, damaged, unchecked = _local_parts(reader, numbers, checkpoint)
     mismatched = {
         number
         for number, *total in _totals(parts, len(numbers))
@@ -79,7 +79,7 @@ def check_content(reader: Reader, records: Iterable[TensorRecord], checkpoint: P
 
 def check_own_content(reader: Reader, checkpoint: Path) -> int:
     """Check the CRC32s of the records that this rank read; see ``check_content``. Does not communicate."""
-    _, damaged, unchecked = _own_parts(reader, {}, checkpoint)
+    _, damaged, unchecked = _local_parts(reader, {}, checkpoint)
     _raise_if(damaged, checkpoint)
     return unchecked
 
@@ -96,7 +96,7 @@ def _numbers(records: Iterable[TensorRecord]) -> dict[tuple[Path, int], int]:
     return numbers
 
 
-def _own_parts(
+def _local_parts(
     reader: Reader, numbers: Mapping[tuple[Path, int], int], checkpoint: Path
 ) -> tuple[dict[int, _Part], dict[str, str], int]:
     """This rank's reads: records read in part, by number; damage of complete records; bytes without a CRC32."""

@@ -274,11 +274,11 @@ class _ModelMatching:
         duplicates = []
         for name in names[1:]:
             copy = self.file[name]
-            alike = same_content(self.file[names[0]], copy)
-            if alike is False:
+            is_equal = same_content(self.file[names[0]], copy)
+            if is_equal is False:
                 pair = f"{names[0]} = {name}"
                 self._differ(DifferenceKind.TIED, pair, "different values", "one parameter, which the model shares")
-            elif alike is None and isinstance(copy, TensorRecord):
+            elif is_equal is None and isinstance(copy, TensorRecord):
                 duplicates.append(copy)
         return tuple(duplicates)
 

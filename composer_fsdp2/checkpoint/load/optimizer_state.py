@@ -231,13 +231,13 @@ class _Matching:
     def match_states(self) -> None:
         names = [name for parameter in self.parameters for name in self.names[parameter]]
         used = {self.by_name[name] for name in names if name in self.by_name}
-        surplus = [key for key in self.contents.state if key not in used]
+        unused = [key for key in self.contents.state if key not in used]
         for group in self.optimizer.param_groups:
             probes: Probes = {}
             for parameter in group["params"]:
                 template = expected_state(self.optimizer, group, parameter, probes)
-                self.match_state(parameter, template, may_be_renamed=bool(surplus))
-        for key in surplus:
+                self.match_state(parameter, template, may_be_renamed=bool(unused))
+        for key in unused:
             self.differ(DifferenceKind.SURPLUS, f"the state of {key}", "state", "no such parameter in this optimizer")
 
     def match_state(
@@ -251,15 +251,15 @@ class _Matching:
         key, name = self.key_of(parameter), self.names[parameter][0]
         entries = self.contents.state.get(key, {}) if key is not None else {}
         if not entries:
-            is_missed = parameter.requires_grad and template != {} and bool(self.contents.state)
+            lacks_state = parameter.requires_grad and template != {} and bool(self.contents.state)
             if self.ignored.intersection(self.names[parameter]):
                 self.kept.append(f"the state of {name} (ignored)")
             elif key is not None and not may_be_renamed:
                 # A parameter in the file without state: optimizers create state at the first gradient.
                 self.without_state.append(parameter)
-                if is_missed:
+                if lacks_state:
                     self.kept.append(f"the state of {name} (it had no gradient in the run that saved)")
-            elif is_missed:
+            elif lacks_state:
                 self.differ(
                     DifferenceKind.MISSING,
                     f"the state of {name}",
@@ -286,15 +286,15 @@ class _Matching:
         """Check that the state of a shared parameter is equal if the file has it under several of its names."""
         for alias in self.names[parameter]:
             others = self.contents.state.get(self.by_name.get(alias, ""), entries)
-            unlike = [
+            unequal = [
                 key
                 for key in {**entries, **others}
                 if key not in entries or key not in others or same_content(entries[key], others[key]) is False
             ]
-            if unlike:
+            if unequal:
                 self.differ(
                     DifferenceKind.TIED,
-                    f"{', '.join(unlike)} of {name} = {alias}",
+                    f"{', '.join(unequal)} of {name} = {alias}",
                     "different values",
                     "the same, for one parameter",
                 )
@@ -329,7 +329,7 @@ class _Matching:
         """Choose each group's hyperparameters from the file's groups of its parameters, which must agree."""
         place = {key: number for number, group in enumerate(self.file_groups) for key in group.get("params", ())}
         in_file = [_hyperparameters(group) for group in self.file_groups]
-        taken_by: dict[int, tuple[int, dict[str, Any]]] = {}  # by the file's group
+        first_groups: dict[int, tuple[int, dict[str, Any]]] = {}  # by the file's group
         for number, group in enumerate(self.optimizer.param_groups):
             own = _hyperparameters(group)
             keys = map(self.key_of, group["params"])
@@ -347,18 +347,18 @@ class _Matching:
             self.check_hyperparameters(number, own, in_file[first])
             self.groups.append({**own, **in_file[first]})
             for each in numbers:
-                self.check_split(taken_by.setdefault(each, (number, own)), (number, own), each)
+                self.check_split(first_groups.setdefault(each, (number, own)), (number, own), each)
 
     def check_joined(
         self, number: int, first: tuple[int, Mapping[str, Any]], second: tuple[int, Mapping[str, Any]]
     ) -> None:
         """Record a difference if a group of the optimizer combines groups of the file with unequal hyperparameters."""
-        if unlike := _unlike(first[1], second[1]):
+        if unequal := _unequal(first[1], second[1]):
             self.differ(
                 DifferenceKind.GROUPS,
                 f"group {number} takes parameters from the file's groups {first[0]} and {second[0]}, which differ in "
-                f"{', '.join(unlike)}",
-                ", ".join(f"{key} {one!r} and {other!r}" for key, (one, other) in unlike.items()),
+                f"{', '.join(unequal)}",
+                ", ".join(f"{key} {one!r} and {other!r}" for key, (one, other) in unequal.items()),
                 "equal ones, or the same groups as in the run that saved",
             )
 
@@ -369,19 +369,19 @@ class _Matching:
 
         Both would get those of the file's group.
         """
-        if unlike := _unlike(first[1], second[1]):
+        if unequal := _unequal(first[1], second[1]):
             self.differ(
                 DifferenceKind.GROUPS,
                 f"groups {first[0]} and {second[0]} take parameters from the file's group {place}",
                 "one value for both",
-                ", ".join(f"{key} {one!r} and {other!r}" for key, (one, other) in unlike.items()),
+                ", ".join(f"{key} {one!r} and {other!r}" for key, (one, other) in unequal.items()),
             )
 
     def check_hyperparameters(self, number: int, own: Mapping[str, Any], found: Mapping[str, Any]) -> None:
         for key, value in own.items():
             if key not in found:
                 self.kept.append(f"group {number}: {key}={value!r}")
-            elif not _alike(value, found[key]):
+            elif not _can_replace(value, found[key]):
                 self.differ(
                     DifferenceKind.TYPE, f"group {number}: {key}", repr(found[key]), f"something like {value!r}"
                 )
@@ -391,7 +391,7 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The hyperparameters that differ, with both values."""
     pairs = {key: (one.get(key), other.get(key)) for key in sorted({*one, *other})}
     return {key: pair for key, pair in pairs.items() if not _equal(*pair)}
@@ -404,7 +404,7 @@ def _equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _alike(own: Any, found: Any) -> bool:
+def _can_replace(own: Any, found: Any) -> bool:
     """Whether a value from the file can replace the optimizer's: both are numbers, flags or sequences."""
     if own is None or found is None:
         return True

@@ -61,8 +61,8 @@ def broadcast_replicas(local: torch.Tensor, box: LocalBox, owner: int) -> None:
         coordinates.insert(0, coordinate)
     for position, group in enumerate(groups):
         # First along the first axis, from the owner; then each of these ranks along the next axis.
-        later = zip(groups[position + 1 :], coordinates[position + 1 :], strict=True)
-        if local.numel() and all(other.rank() == coordinate for other, coordinate in later):
+        later_axes = zip(groups[position + 1 :], coordinates[position + 1 :], strict=True)
+        if local.numel() and all(other.rank() == coordinate for other, coordinate in later_axes):
             source = dist.get_global_rank(group, coordinates[position])
             dist.broadcast(local.view(-1).view(torch.uint8), source, group)  # gloo knows no fp8
 
@@ -84,7 +84,7 @@ class _Staged:
     data: torch.Tensor | None = None
 
     @property
-    def reads_here(self) -> bool:
+    def is_read_here(self) -> bool:
         """Whether this rank reads the part, instead of another replica."""
         return self.owner is None or self.owner == self.box.replica
 
@@ -141,7 +141,7 @@ class Staging:
         self._undo: list[Callable[[], object]] = []  # in the order of the changes
         optimizer = plan.optimizer.optimizer if plan.optimizer else None
         self._runs_own_loading: bool = any(all_gather_object(bool(plan.target.custom_loading)))
-        self._loads_early: bool = any(
+        self._has_custom_optimizer_load: bool = any(
             all_gather_object(optimizer is not None and has_custom_load_state_dict(optimizer))
         )
         used = {_address(planned.target.local) for planned in plan.tensors}
@@ -149,7 +149,7 @@ class Staging:
             own = optimizer.state.get(state.parameter, {}) if optimizer else {}
             self.states.append(
                 {
-                    key: _stage(record, state, own.get(key), used, in_place=not self._loads_early)
+                    key: _stage(record, state, own.get(key), used, in_place=not self._has_custom_optimizer_load)
                     for key, record in state.entries.items()
                 }
             )
@@ -167,27 +167,30 @@ class Staging:
     def _states(self) -> list[_Staged]:
         return [value for state in self.states for value in state.values() if isinstance(value, _Staged)]
 
-    def _all(self) -> list[_Staged]:
+    def _all_staged(self) -> list[_Staged]:
         """Duplicates too."""
         return [*self.tensors, *(duplicate for _, duplicate in self._duplicates), *self._states()]
 
-    def _early(self) -> list[_Staged]:
+    def _custom_load_tensors(self) -> list[_Staged]:
         """The tensors that the user's loading code gets, on all ranks."""
-        return [*(self.tensors if self._runs_own_loading else ()), *(self._states() if self._loads_early else ())]
+        return [
+            *(self.tensors if self._runs_own_loading else ()),
+            *(self._states() if self._has_custom_optimizer_load else ()),
+        ]
 
     def records(self) -> list[TensorRecord]:
         """The records that ranks may read in part; the same on all ranks."""
-        return [staged.record for staged in self._all()]
+        return [staged.record for staged in self._all_staged()]
 
     def read(self, reader: Reader) -> None:
         """Read this rank's parts, and allocate all memory that ``commit`` needs. Does not communicate."""
-        early = {id(staged) for staged in self._early()}
-        for staged in self._all():
-            staged.allocate(is_staged=staged.reads_here or id(staged) in early)
-            if staged.reads_here:
+        custom_load = {id(staged) for staged in self._custom_load_tensors()}
+        for staged in self._all_staged():
+            staged.allocate(is_staged=staged.is_read_here or id(staged) in custom_load)
+            if staged.is_read_here:
                 assert staged.data is not None
                 reader.read(staged.record, staged.box, staged.data)
-        sent = [s.box.numel * s.record.dtype.itemsize for s in self._all() if s.owner is not None]
+        sent = [s.box.numel * s.record.dtype.itemsize for s in self._all_staged() if s.owner is not None]
         if sent:
             num_bytes = min(max(sent), _PIECE_BYTES)
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device_of_group())
@@ -206,7 +209,7 @@ class Staging:
 
     def share(self) -> None:
         """Broadcast the arguments of the user's loading code. Called on all ranks."""
-        for staged in self._early():
+        for staged in self._custom_load_tensors():
             if staged.owner is not None:
                 assert staged.data is not None
                 self._fill(staged.data, staged)
@@ -223,7 +226,7 @@ class Staging:
         Raises:
             CheckpointError: they are not equal; names them.
         """
-        unlike = [
+        unequal = [
             f"{staged.record.name} = {duplicate.record.name}"
             for staged, duplicate in self._duplicates
             if staged.data is not None
@@ -231,10 +234,10 @@ class Staging:
             and bytes_of(staged.data) != bytes_of(duplicate.data)
         ]
         self._duplicates = []
-        if unlike:
+        if unequal:
             raise CheckpointError(
                 f"{self.plan.inventory.path}: the model shares one parameter under several names, for which the file "
-                f"holds different values; nothing was changed: {', '.join(unlike)}"
+                f"holds different values; nothing was changed: {', '.join(unequal)}"
             )
 
     @torch.no_grad()
@@ -250,10 +253,10 @@ class Staging:
             self._load_model()
         else:
             self._set_extra_state()
-        if self.plan.optimizer is None or not self._loads_early:
+        if self.plan.optimizer is None or not self._has_custom_optimizer_load:
             return
         optimizer = self.plan.optimizer.optimizer
-        self._undo.append(_restoring(optimizer))
+        self._undo.append(_make_restore(optimizer))
         try:
             self._load_optimizer(optimizer, self.plan.optimizer.states)
         except Exception as error:
@@ -273,19 +276,21 @@ class Staging:
         model, target = self.plan.model, self.plan.target
         values = {name: self._extra_of(name) for name in self.plan.extra} | self._others
         for tensor in (*model.parameters(), *model.buffers()):
-            self._undo.append(functools.partial(_put_back, tensor, local_tensor(tensor).detach().to("cpu", copy=True)))
+            self._undo.append(
+                functools.partial(_restore_tensor, tensor, local_tensor(tensor).detach().to("cpu", copy=True))
+            )
         for planned, staged in zip(self.plan.tensors, self.tensors, strict=True):
             assert staged.data is not None
             value = staged.box.rebuilt(staged.data.to(planned.target.local.device))
             values.update(dict.fromkeys(planned.target.names, value))
         state = state_dict_of({target.keys[name]: value for name, value in values.items()}, target.versions)
         try:
-            refused = model.load_state_dict(state, strict=False)
+            result = model.load_state_dict(state, strict=False)
             # Entries that the file does not have raised earlier, or stay unchanged.
-            lacking = [key for key in getattr(refused, "missing_keys", ()) if key in state]
-            surplus = list(getattr(refused, "unexpected_keys", ()))
-            if self._strict and lacking + surplus:
-                raise CheckpointError(f"it left {', '.join(lacking + surplus)}")
+            missing = [key for key in getattr(result, "missing_keys", ()) if key in state]
+            unexpected = list(getattr(result, "unexpected_keys", ()))
+            if self._strict and missing + unexpected:
+                raise CheckpointError(f"it left {', '.join(missing + unexpected)}")
         except Exception as error:
             raise CheckpointError(
                 f"{self.plan.inventory.path}: load_state_dict of {type(model).__name__} with the loading code of "
@@ -305,10 +310,10 @@ class Staging:
     def _extra_of(self, name: str) -> Any:
         """The argument of a module's ``set_extra_state``. Records the current state for ``undo_custom_load``."""
         module, record = self.plan.extra[name]
-        live = copy.deepcopy(module.get_extra_state())
-        self._undo.append(functools.partial(module.set_extra_state, live))
+        current = copy.deepcopy(module.get_extra_state())
+        self._undo.append(functools.partial(module.set_extra_state, current))
         is_flattened = isinstance(record, ObjectRecord) and record.is_flattened
-        return fitted(self.extra[name], live) if is_flattened else self.extra[name]
+        return fitted(self.extra[name], current) if is_flattened else self.extra[name]
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -316,23 +321,26 @@ class Staging:
 
         The optimizer's own code may raise on one rank. It runs after all broadcasts.
         """
-        if not self._loads_early:
+        if not self._has_custom_optimizer_load:
             self.states = [{key: self._result(value) for key, value in state.items()} for state in self.states]
         for staged in self.tensors:
             if not self.plan.target.custom_loading:  # else that code did
                 self._fill(staged.local, staged)
             staged.data = None
-        if self.plan.optimizer is not None and not self._loads_early:
+        if self.plan.optimizer is not None and not self._has_custom_optimizer_load:
             self._load_optimizer(self.plan.optimizer.optimizer, self.plan.optimizer.states)
 
-    def _fill(self, place: torch.Tensor, staged: _Staged) -> None:
+    def _fill(self, destination: torch.Tensor, staged: _Staged) -> None:
         """Copy this rank's part of a tensor to its destination, from the owner's memory."""
         data, itemsize = staged.data, staged.record.dtype.itemsize
-        is_there = data is not None and (data.data_ptr(), data.device) == (place.data_ptr(), place.device)
+        is_in_place = data is not None and (data.data_ptr(), data.device) == (
+            destination.data_ptr(),
+            destination.device,
+        )
         if staged.owner is None:
             assert data is not None
-            if not is_there:
-                place.copy_(data)
+            if not is_in_place:
+                destination.copy_(data)
             return
         for piece in staged.box.pieces(max(1, _PIECE_BYTES // itemsize)):
             inside = piece.slices(staged.box.offsets)
@@ -340,8 +348,8 @@ class Staging:
             if data is not None:
                 buffer.copy_(data[inside])
             broadcast_replicas(buffer, staged.box, staged.owner)
-            if not (is_there and staged.reads_here):
-                place[inside].copy_(buffer)
+            if not (is_in_place and staged.is_read_here):
+                destination[inside].copy_(buffer)
 
     def _result(self, value: Any) -> Any:
         """A loaded value of an optimizer's state."""
@@ -358,8 +366,8 @@ class Staging:
         }
         assert self.plan.optimizer is not None
         # Values that the file does not have are unchanged.
-        stays = number_of.keys() - self.plan.optimizer.without_state
-        state = {parameter: dict(own) for parameter, own in optimizer.state.items() if parameter in stays}
+        unchanged = number_of.keys() - self.plan.optimizer.without_state
+        state = {parameter: dict(own) for parameter, own in optimizer.state.items() if parameter in unchanged}
         dtypes = {
             parameter: {key: value.dtype for key, value in own.items() if isinstance(value, torch.Tensor)}
             for parameter, own in state.items()
@@ -385,11 +393,11 @@ class Staging:
             loaded.update({key: value for key, value in entries.items() if isinstance(value, str)})
 
 
-def _put_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
+def _restore_tensor(tensor: torch.Tensor, before: torch.Tensor) -> None:
     local_tensor(tensor).copy_(before)  # not the previous tensor: FSDP2's load hook replaces a padded one
 
 
-def _restoring(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+def _make_restore(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Make a function that restores an optimizer's attributes, and the current contents of its state and groups."""
     attributes = dict(vars(optimizer))
     state = {parameter: copy.copy(entries) for parameter, entries in optimizer.state.items()}

@@ -224,7 +224,7 @@ def _routes(named: Sequence[tuple[str, DTensor]], path: str | Path, group: dist.
     digest = hashlib.sha256(
         "\n".join(described).encode(errors="backslashreplace")
     ).digest()  # the names themselves are long
-    parts = _own_parts([shard for _, shard in named], 0 if group is None else dist.get_global_rank(group, 0))
+    parts = _local_boxes([shard for _, shard in named], 0 if group is None else dist.get_global_rank(group, 0))
     gathered = all_gather_object((digest, parts), group)
     if any(of_rank != digest for of_rank, _ in gathered):
         raise CheckpointError(f"{path}: not written: {_first_difference(all_gather_object(described, group))}")
@@ -237,7 +237,7 @@ def _routes(named: Sequence[tuple[str, DTensor]], path: str | Path, group: dist.
     return routes
 
 
-def _own_parts(shards: Sequence[DTensor], writer: int) -> list[Box | None]:
+def _local_boxes(shards: Sequence[DTensor], writer: int) -> list[Box | None]:
     """This rank's part of each tensor; None if the tensor's mesh does not contain the rank that writes.
 
     If groups of ranks train separately, their values differ. The values of the writing rank's group are saved.

@@ -104,7 +104,7 @@ class Comparison:
         for path, record in inventory.tensors.items():
             add(_key(path), record)
         for path, entry in inventory.objects.items():
-            for below, value in leaves(entry.value(), parts=_parts):
+            for below, value in leaves(entry.value(), parts=_children):
                 key = (*_key(path), *map(str, below))
                 is_name = key[:2] == OPTIMIZERS and key[3:4] == ("param_groups",) and isinstance(value, str)
                 add(key, canonical(value) if is_name else value)
@@ -167,7 +167,7 @@ class Comparison:
         return type(mine) is type(other) and bool(mine == other)
 
 
-def _parts(value: Any) -> Parts:
+def _children(value: Any) -> Parts:
     """The children of a value, including those of an object that a pickle would create."""
     if isinstance(value, InertObject):
         return {"class": str(value.kind), "args": value.args, "state": value.state}.items()

@@ -86,7 +86,7 @@ class Structure:
         size = file.stat().st_size
         if file in named:
             self._entries(file, size, named[file])
-        elif any(layout.holds_entries(file) for layout in LAYOUTS):  # also a file that was passed without its folder
+        elif any(layout.contains_entries(file) for layout in LAYOUTS):  # also a file that was passed without its folder
             if inventory is not None:
                 self.fault(file, "", "no such file (.metadata does not name it)", f"{size} bytes")
             self._unnamed(file, 0, size, is_fault=False)

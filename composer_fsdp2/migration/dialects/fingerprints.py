@@ -100,7 +100,7 @@ _BY_HAND = "`composer-fsdp2 explain --all` has the keys of an fsdp_config to wri
 _MIGRATED = "and the file can be migrated"
 
 # Prefixes of keys, as ``Dialect.words``: most files of these systems have such a key.
-FOREIGN_WORDS = (
+FOREIGN_KEY_PREFIXES = (
     *("actor_rollout_ref", "_component_", "zero_optimization", "deepspeed", "strategy_name", "distributed_type"),
     *_OF_DEEPSPEED,
 )

@@ -10,7 +10,7 @@ from composer_fsdp2.migration.documents.edits import (
     differences,
     entries_of,
     nearest_line,
-    referred,
+    referenced_mapping,
 )
 from composer_fsdp2.migration.documents.json import JsonDocument
 from composer_fsdp2.migration.documents.toml import TomlDocument
@@ -26,7 +26,7 @@ __all__ = [
     "format_of",
     "nearest_line",
     "open_document",
-    "referred",
+    "referenced_mapping",
     "suffix_for",
 ]
 

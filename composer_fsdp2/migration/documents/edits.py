@@ -186,21 +186,21 @@ def entries_of(new: NewEntry) -> Settings:
     return [*entries.items(), *new.beside]
 
 
-def differences(meant: Any, found: Any, path: Path = ()) -> Iterator[Path]:
+def differences(expected: Any, found: Any, path: Path = ()) -> Iterator[Path]:
     """Yield the paths at which two values differ.
 
     An interpolation in ``found`` is equal to any value, because no edit writes a new interpolation.
     """
     if isinstance(found, str) and "${" in found:
         return
-    meant, found = (dict(enumerate(each)) if isinstance(each, list | tuple) else each for each in (meant, found))
-    if isinstance(meant, Mapping) and isinstance(found, Mapping):
-        for key in {**meant, **found}:
-            if key in meant and key in found:
-                yield from differences(meant[key], found[key], (*path, key))
+    expected, found = (dict(enumerate(each)) if isinstance(each, list | tuple) else each for each in (expected, found))
+    if isinstance(expected, Mapping) and isinstance(found, Mapping):
+        for key in {**expected, **found}:
+            if key in expected and key in found:
+                yield from differences(expected[key], found[key], (*path, key))
             else:
                 yield (*path, key)
-    elif repr(meant) != repr(found):  # 1, 1.0 and true are equal, and mean different things; nan is not equal to nan
+    elif repr(expected) != repr(found):  # 1, 1.0 and true are equal, and mean different things; nan is not equal to nan
         yield path
 
 
@@ -258,7 +258,7 @@ def references_in(text: str, root: Path = ()) -> Iterator[Path]:
         yield (*root, *(int(part) if part.isdecimal() else part for part in name.split(".")))
 
 
-def referred(values: Any, written: Any) -> Mapping[str, Any] | None:
+def referenced_mapping(values: Any, written: Any) -> Mapping[str, Any] | None:
     """Return the mapping to which an interpolation refers, directly or through others; None if it refers to none."""
     for _ in range(MAX_DEPTH):
         if not (isinstance(written, str) and _REFERENCE.fullmatch(written)):
@@ -398,7 +398,7 @@ class Document:
         if missing := replacements.keys() - values.keys():
             raise KeyError(f"{'.'.join(map(str, path))} has no {', '.join(sorted(missing))}")
         if path and self.written_as(path):
-            kept = with_references(values, referred(self.values, written))
+            kept = with_references(values, referenced_mapping(self.values, written))
             new = [(str(path[-1]), with_entries(kept, (), replacements, additions))]
             is_own = path[-1] in self.entry(path[:-1]).by_key
             return self.edit_mapping(path[:-1], {new[0][0]: new} if is_own else {}, () if is_own else new)

@@ -81,11 +81,11 @@ class TomlDocument(Document):
                 name, place = ".".join(map(str, path)), f"{self.name}:{line}:{column}"
                 raise ConfigError(f"{place}: {name} stands in braces, which cannot be edited; write it as [{name}]")
         own = {str(key[-1]): each for key, each in entries.items() if key[:-1] == path}
-        new = {key: self._lines_beside(own[key], each) for key, each in replacements.items()}
+        new = {key: self._prefixed_lines(own[key], each) for key, each in replacements.items()}
         if own or path in self._places:
             beside = own or {"": self._places[path]}
             *_, last = beside.values()
-            return list(line_edits(self.text, beside, new, self._lines_beside(last, additions)))
+            return list(line_edits(self.text, beside, new, self._prefixed_lines(last, additions)))
         added = "".join(f"{line}\n" for line in _lines(additions))
         if not path:
             return [Edit(0, 0, added)]
@@ -93,7 +93,7 @@ class TomlDocument(Document):
         header = ".".join(_key_text(str(part)) for part in path)
         return [Edit(len(self.text), len(self.text), f"{gap}[{header}]\n{added}")]
 
-    def _lines_beside(self, entry: Entry, new: Settings) -> list[str]:
+    def _prefixed_lines(self, entry: Entry, new: Settings) -> list[str]:
         """Return the lines of new entries, with the dotted prefix of the entry that they replace."""
         key = _KEY.match(self.text, entry.start)
         return _lines(new, key[1] if key else "")

@@ -103,7 +103,7 @@ def test_each_is_refused_by_name_with_a_way_out() -> None:
     assert set(FILES) == {system.name for system in FOREIGN_SYSTEMS}
     for name, text in [*FILES.items(), *((name, text) for name, texts in OTHERS.items() for text in texts)]:
         with pytest.raises(ForeignSystemError) as raised:
-            migrate_text(text, "run.yaml", alone=False)
+            migrate_text(text, "run.yaml", allow_unreferenced=False)
         advice = next(system.advice for system in FOREIGN_SYSTEMS if system.name == name)
         message = f"run.yaml:1:1: this is a configuration of {name}, which is not read here: {advice}"
         assert str(raised.value) == message and "\n" not in message

@@ -84,7 +84,7 @@ def clipping_problem(around: Given) -> Finding | None:
     )
 
 
-def _clipped(around: Given) -> tuple[float | None, str | None]:
+def _clipping_fields(around: Given) -> tuple[float | None, str | None]:
     """Return the clipping norm (None without), and a description of any clipping that is not by a known norm."""
     clipping = clipping_of(around)
     kind, threshold = clipping.get("clipping_type"), clipping.get("clipping_threshold")
@@ -98,7 +98,7 @@ def _clipping(run: RunConfig) -> Given | None:
     return {"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": norm}} if norm > 0 else None
 
 
-def _split_layers(run: RunConfig) -> Given | None:
+def _tp_config(run: RunConfig) -> Given | None:
     """Return LLM Foundry's ``tp_config`` for a run, with the strategy ``auto`` (the layer plan of a known model)."""
     degree = run.tensor_parallel
     return {"strategy": AUTO, "tensor_parallel_degree": degree} if degree > 1 else None
@@ -108,7 +108,7 @@ def _duration(value: Any, around: Effective) -> str | None:
     return value if isinstance(value, str) else f"{value}ep" if count(value) else None
 
 
-def _whole_duration(run: RunConfig) -> str | None:
+def _composer_duration(run: RunConfig) -> str | None:
     """Return the duration, or None for a fraction of an epoch: Composer takes whole epochs only."""
     return run.max_duration if run.max_duration and count(run.max_duration.rstrip("abep")) else None
 
@@ -123,13 +123,13 @@ def _optimizer(given: Any, around: Effective) -> Given | None:
     betas, name = given.get("betas"), given.get("name")
     first, second = betas if isinstance(betas, list) and len(betas) == 2 else (None, None)
     numbers = {option: number_of(given.get(option)) for option in ("lr", "weight_decay", "eps")}
-    of_its_own = [
+    other_options = [
         option
         for option, value in given.items()
         if option not in ("name", "betas", *numbers) or (value is not None and numbers.get(option, 0) is None)
     ]
-    if of_its_own:
-        name = f"{name} with {', '.join(sorted(map(str, of_its_own)))}"
+    if other_options:
+        name = f"{name} with {', '.join(sorted(map(str, other_options)))}"
     found = optimizer_of({"name": name, **numbers, "beta1": first, "beta2": second}, _DEFAULTS)
     if found is None or not found["lr"]:
         return found
@@ -155,14 +155,14 @@ _EXACT = Outcome.EXACT
 # A Trainer's arguments, read and written as keys beside the section. No part of ``explain``.
 TRAINER_ROWS: tuple[Lens, ...] = (
     Lens(name="precision", fields=("precision",), write=lambda run: run.precision, outcome=_EXACT),
-    Lens(name="algorithms", read={"max_grad_norm": lambda value, around: _clipped(around.given)[0],
-        "other_clipping": lambda value, around: _clipped(around.given)[1]}, write=_clipping, outcome=_EXACT),
-    Lens(name="tp_config", fields=("tensor_parallel",), write=_split_layers, outcome=_EXACT),
+    Lens(name="algorithms", read={"max_grad_norm": lambda value, around: _clipping_fields(around.given)[0],
+        "other_clipping": lambda value, around: _clipping_fields(around.given)[1]}, write=_clipping, outcome=_EXACT),
+    Lens(name="tp_config", fields=("tensor_parallel",), write=_tp_config, outcome=_EXACT),
     Lens(name="device_train_microbatch_size", read={"microbatch_size": count},
         write=lambda run: run.microbatch_size, outcome=_EXACT),
     Lens(name="global_train_batch_size", read={"global_batch_size": count}, fields=("num_microbatches",),
         write=lambda run: run.with_batches().global_batch_size, outcome=_EXACT),
-    Lens(name="max_duration", read={"max_duration": _duration}, write=_whole_duration, outcome=_EXACT),
+    Lens(name="max_duration", read={"max_duration": _duration}, write=_composer_duration, outcome=_EXACT),
     Lens(name="optimizer", read={"optimizer": _optimizer}, write=_decoupled_adamw, outcome=_EXACT),
 )
 # fmt: on
@@ -174,7 +174,7 @@ def training_of(around: Given) -> dict[str, Any]:
     return Effective(given=around, rows={row.name: row for row in TRAINER_ROWS}, around=around).fields()
 
 
-def open_training(around: Given, training: Given) -> Iterator[Finding]:
+def runtime_training_findings(around: Given, training: Given) -> Iterator[Finding]:
     """Yield a finding for each number of batches or steps that is an unresolved interpolation."""
     for row in TRAINER_ROWS:
         if row.name in NUMBERS_OF_TRAINING and around.get(row.name) is not None and training[row.decides[0]] is None:
@@ -239,20 +239,20 @@ def has_automatic_plan(around: Given) -> bool:
 
 
 def _tensor_config(around: Given) -> Given:
-    return next((value for _, value in _given_beside(BESIDE_ROWS[0], around)), {})
+    return next((value for _, value in _given_values(BESIDE_ROWS[0], around)), {})
 
 
-def findings_beside(around: Given) -> Iterator[Finding]:
+def parallelism_findings(around: Given) -> Iterator[Finding]:
     """Yield a finding for each key in the file that is outside the section and affects parallelism
     (``BESIDE_ROWS``)."""
     for row in BESIDE_ROWS:
-        for key, value in _given_beside(row, around):
+        for key, value in _given_values(row, around):
             finding = row.usual(key, dict(value) if isinstance(value, Mapping) else value)
             finding = idle(finding) if row.is_neutral(value) else finding
             yield finding if row.decide is None else row.decide(finding, around)
 
 
-def _given_beside(row: Row, around: Given) -> Iterator[tuple[str, Any]]:
+def _given_values(row: Row, around: Given) -> Iterator[tuple[str, Any]]:
     """Yield the name and value of each key by which the file sets ``row``, including aliases."""
     for name in (row.name, *row.aliases):
         value = find_at(around, name.split("."))
@@ -268,7 +268,7 @@ _REENTRANT = "activation_checkpointing_reentrant"
 _MIXED_INIT = "LLM Foundry sets it to true, since the model is created on rank 0 only (init_device: mixed)"
 
 
-def foundrys(around: Given) -> Given | None:
+def foundry_model(around: Given) -> Given | None:
     """Return the ``model`` section if the file is one of LLM Foundry, else None."""
     model = around.get("model")
     return model if isinstance(model, Mapping) and "name" in model else None
@@ -293,10 +293,10 @@ def set_by_foundry(model: Given, given: Given) -> dict[str, Finding]:
         found[_REENTRANT] = False, "LLM Foundry sets it to false for Transformer Engine's layers"
     if given and model.get("master_weights_dtype") in _LOW_DTYPES:
         precision = given.get("mixed_precision")
-        asked = precision if isinstance(precision, Mapping) else {}
-        dtypes = {"param_dtype": None, "reduce_dtype": asked.get("reduce_dtype")}
+        given_dtypes = precision if isinstance(precision, Mapping) else {}
+        dtypes = {"param_dtype": None, "reduce_dtype": given_dtypes.get("reduce_dtype")}
         found["mixed_precision"] = (
-            {**dtypes, "buffer_dtype": asked.get("buffer_dtype")},
+            {**dtypes, "buffer_dtype": given_dtypes.get("buffer_dtype")},
             "LLM Foundry takes the dtypes of master_weights_dtype, and of this key at most reduce_dtype and "
             "buffer_dtype",
         )
@@ -348,6 +348,6 @@ _IMPLICIT: tuple[tuple[Callable[[Given, Given], bool], Finding], ...] = (
 
 def implicit_findings(section: Section, around: Given) -> Iterator[Finding]:
     """Yield findings for implicit defaults of FSDP1."""
-    if section.path[-1:] == ("fsdp_config",) and foundrys(around) is None:  # an argument of a script
+    if section.path[-1:] == ("fsdp_config",) and foundry_model(around) is None:  # an argument of a script
         yield _IN_PARALLELISM_CONFIG
     yield from (finding for applies, finding in _IMPLICIT if applies(section.given, around))

@@ -28,11 +28,11 @@ from composer_fsdp2.migration.dialects.composer.around import (
     Given,
     around_of,
     clipping_problem,
-    findings_beside,
-    foundrys,
+    foundry_model,
     implicit_findings,
-    open_training,
+    parallelism_findings,
     precision_of,
+    runtime_training_findings,
     set_by_foundry,
     tensor_degree,
     training_of,
@@ -81,8 +81,8 @@ class ComposerDialect(Dialect):
         unknown = [_unknown(name, value) for name, value in given.items() if name not in KEYS_BY_NAME]
         precision, problem = precision_of(around)
         problems = [each for each in (problem, clipping_problem(around)) if each is not None]
-        elsewhere = (*unknown, *problems, *findings_beside(around))
-        by_foundry = set_by_foundry(foundrys(around) or {}, given)
+        elsewhere = (*unknown, *problems, *parallelism_findings(around))
+        by_foundry = set_by_foundry(foundry_model(around) or {}, given)
         in_effect = known | {name: each.value for name, each in by_foundry.items()}
         degree = tensor_degree(around)
         read = partial(translate, precision=precision, device="cpu", tensor_parallel_degree=degree)
@@ -92,11 +92,11 @@ class ComposerDialect(Dialect):
             return Reading(run=None, findings=(*_contradictions(in_effect, read, error), *elsewhere), details=section)
         training = training_of(around)
         findings = (
-            *(_as_set(finding, by_foundry) for finding in translation.findings),
+            *(_with_foundry_value(finding, by_foundry) for finding in translation.findings),
             *elsewhere,
             *(finding for name, finding in by_foundry.items() if name not in given),
             *implicit_findings(section, around),
-            *open_training(around, training),
+            *runtime_training_findings(around, training),
         )
         if any(each.outcome.blocks for each in unknown) or problems or effective.blocking:
             return Reading(run=None, findings=findings, details=section)
@@ -109,7 +109,7 @@ class ComposerDialect(Dialect):
             tensor_parallel=degree,
             **training,
         )
-        return Reading(run=_of_shared_batches(run), findings=findings, rows=KEYS_BY_NAME, details=section)
+        return Reading(run=_count_shared_batches_once(run), findings=findings, rows=KEYS_BY_NAME, details=section)
 
     def settings(self, run: RunConfig) -> Iterator[Setting]:
         return written(WRITTEN, run)
@@ -119,8 +119,8 @@ class ComposerDialect(Dialect):
         replacements = {}
         for name, value in section.given.items():
             row = KEYS_BY_NAME.get(name)
-            kept = [(name, value)] if row is not None else []  # an unknown key did nothing and is removed
-            new = kept if row is None or row.rewrite is None else row.rewrite(row, value, section.given)
+            unchanged = [(name, value)] if row is not None else []  # an unknown key did nothing and is removed
+            new = unchanged if row is None or row.rewrite is None else row.rewrite(row, value, section.given)
             if new != [(name, value)]:
                 replacements[name] = new
         return [MappingEdit(path=section.path, replacements=replacements)] if replacements else []
@@ -159,17 +159,17 @@ class ComposerDialect(Dialect):
         return {"FSDPConfig" if others else "": row.default, **others}
 
 
-def _of_shared_batches(run: RunConfig) -> RunConfig:
+def _count_shared_batches_once(run: RunConfig) -> RunConfig:
     """Return the run with a global batch that counts rows of TP and CP peers once; Composer counts them on every
     rank."""
     shared = run.tensor_parallel * run.context_parallel
     if shared == 1 or run.global_batch_size is None or run.config.effective_broadcast_batch is BroadcastBatch.GATHER:
         return run
-    whole, rest = divmod(run.global_batch_size, shared)
-    return replace(run, global_batch_size=None if rest else whole)
+    quotient, rest = divmod(run.global_batch_size, shared)
+    return replace(run, global_batch_size=None if rest else quotient)
 
 
-def _as_set(finding: Finding, by_foundry: Mapping[str, Finding]) -> Finding:
+def _with_foundry_value(finding: Finding, by_foundry: Mapping[str, Finding]) -> Finding:
     """Return the finding of a key, changed to the value that LLM Foundry sets."""
     new = by_foundry.get(finding.key) if finding.origin is Origin.KEY else None
     return finding if new is None else replace(finding, target=new.target, reason=new.reason)
@@ -187,7 +187,7 @@ def _contradictions(known: Given, read: _Read, error: ConfigError) -> list[Findi
     findings, errors = dict[str, Finding](), dict[str, ConfigError]()
     for name in known:
         try:
-            findings[name] = _alone((name,), known, read)
+            findings[name] = _isolated_finding((name,), known, read)
         except ConfigError as own:
             errors[name] = own
     if not errors:  # each key is right, and they contradict each other
@@ -198,7 +198,7 @@ def _contradictions(known: Given, read: _Read, error: ConfigError) -> list[Findi
     return [findings[name] for name in known]
 
 
-def _alone(names: tuple[str, ...], known: Given, read: _Read) -> Finding:
+def _isolated_finding(names: tuple[str, ...], known: Given, read: _Read) -> Finding:
     """Return the finding of the first key, read together with only the keys that its error names as required.
 
     Raises:
@@ -210,7 +210,7 @@ def _alone(names: tuple[str, ...], known: Given, read: _Read) -> Finding:
         needed = [name for name in error.keys if name in known and name not in names]
         if not needed:
             raise
-        return _alone((*names, *needed), known, read)
+        return _isolated_finding((*names, *needed), known, read)
 
 
 def _unknown(name: Any, value: Any) -> Finding:

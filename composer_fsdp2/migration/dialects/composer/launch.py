@@ -11,7 +11,7 @@ from typing import Any
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.migration.dialect import Section, implicit
-from composer_fsdp2.migration.dialects.composer.around import BESIDE_ROWS, Given, foundrys, mappings_above
+from composer_fsdp2.migration.dialects.composer.around import BESIDE_ROWS, Given, foundry_model, mappings_above
 
 # fmt: off
 # The fields of TrainConfig in llmfoundry/utils/config_utils.py, 0.22.0; tests/foundry/test_train_config.py compares.
@@ -54,14 +54,14 @@ _LAUNCH = re.compile(r"(?<!\S)composer (?:(?!(?:&&|\|\||;|\|)(?: |$))\S+ )*?(?P<
 
 def launch_findings(section: Section) -> Iterator[Finding]:
     """Yield findings for the launch of an LLM Foundry file, including an MCLI run file's ``command``."""
-    given = _trained_by_foundry(section)
+    given = _foundry_config(section)
     command = section.around.get("command") if section.path[:1] == ("parameters",) else None
     if isinstance(command, str):
-        yield from _of_command(command, is_foundrys=given is not None)
+        yield from _command_findings(command, is_foundry_file=given is not None)
     elif given is not None:
         reason = "key=value arguments may follow, as before; LLM Foundry's own train.py trains the file on FSDP1"
         yield implicit("launch", Outcome.EXACT, reason, target=f"{_COMMAND} FILE")
-    yield from _refused(given or {})
+    yield from _refused_key_findings(given or {})
 
 
 def unfinished_findings(given: Sequence[str]) -> Iterator[Finding]:
@@ -80,23 +80,23 @@ def unfinished_findings(given: Sequence[str]) -> Iterator[Finding]:
         )
 
 
-def _trained_by_foundry(section: Section) -> Given | None:
+def _foundry_config(section: Section) -> Given | None:
     """Return LLM Foundry's training configuration that contains the section, or None."""
     if section.path[-1:] != ("fsdp_config",):
         return None
     above = reversed(mappings_above(section))
-    return next((each for each in above if foundrys(each) and {"tokenizer", "train_loader"} <= each.keys()), None)
+    return next((each for each in above if foundry_model(each) and {"tokenizer", "train_loader"} <= each.keys()), None)
 
 
-def _of_command(command: str, *, is_foundrys: bool) -> Iterator[Finding]:
+def _command_findings(command: str, *, is_foundry_file: bool) -> Iterator[Finding]:
     """Yield findings with the new launch command for each line of an MCLI ``command`` that launches training.
 
     The command is not edited, because the new line depends on the image and the checkout, which only the user knows.
     """
     if "composer_fsdp2" in command:
         return
-    lines = [(line.strip(), new) for line in command.splitlines() if (new := _on_fsdp2(line, is_foundrys))]
-    if not lines and is_foundrys:
+    lines = [(line.strip(), new) for line in command.splitlines() if (new := _fsdp2_command(line, is_foundry_file))]
+    if not lines and is_foundry_file:
         lines = [(command.strip().rpartition("\n")[2], f"{_COMMAND} {_PARAMETERS}")]
     for line, new in lines:
         yield Finding(
@@ -110,18 +110,18 @@ def _of_command(command: str, *, is_foundrys: bool) -> Iterator[Finding]:
         )
 
 
-def _on_fsdp2(line: str, is_foundrys: bool) -> str:
+def _fsdp2_command(line: str, is_foundry_file: bool) -> str:
     """Return the shell line that launches the same script on FSDP2; "" if the line does not run Composer's launcher."""
     line = " ".join(line.split())
     launch = _LAUNCH.search(line)
     if launch is None:
         return ""
-    is_train = is_foundrys and launch["script"].rpartition("/")[2] == "train.py"
+    is_train = is_foundry_file and launch["script"].rpartition("/")[2] == "train.py"
     verb = "train" if is_train else f"run {launch['script']}"
     return f"{line[: launch.start('script')]}-m composer_fsdp2 {verb}{line[launch.end() :]}"
 
 
-def _refused(given: Mapping[str, Any]) -> Iterator[Finding]:
+def _refused_key_findings(given: Mapping[str, Any]) -> Iterator[Finding]:
     for key in (each for each in given if each not in TRAIN_CONFIG | _BESIDE):
         variable = f"variables.{key}"
         new = _RENAMED.get(key, variable)

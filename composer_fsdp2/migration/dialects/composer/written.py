@@ -33,18 +33,18 @@ def _replicas(run: RunConfig) -> int | None:
 
 def _mixed_precision(run: RunConfig) -> str | dict[str, str]:
     """Return FULL, DEFAULT or PURE if one of them means the run's mixed precision, else a mapping of dtypes."""
-    asked = run.config.mixed_precision
-    dtypes = {name: getattr(asked, name) for name in ("param_dtype", "reduce_dtype", "buffer_dtype")}
-    for word in ("FULL", "DEFAULT", "PURE"):
-        if mixed_precision_of(NamedPrecision(word), run.precision) == MixedPrecision(**dtypes):
-            return word
+    mixed_precision = run.config.mixed_precision
+    dtypes = {name: getattr(mixed_precision, name) for name in ("param_dtype", "reduce_dtype", "buffer_dtype")}
+    for preset in ("FULL", "DEFAULT", "PURE"):
+        if mixed_precision_of(NamedPrecision(preset), run.precision) == MixedPrecision(**dtypes):
+            return preset
     return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
 
 
 Write = Callable[[RunConfig], Any]
 
 
-def _field_of(row: Key) -> Write:
+def _own_field(row: Key) -> Write:
     """Return a function that writes a key that only composer_fsdp2 has, unless its value is the default.
 
     Experts are written as units only with ``idle_experts``, and classes only if activations are recomputed or
@@ -82,7 +82,7 @@ def _checkpointing(value: Callable[[ActivationCheckpointing], Any]) -> Write:
     )
 
 
-def _if(value: Callable[[RunConfig], object]) -> Write:
+def _true_if(value: Callable[[RunConfig], object]) -> Write:
     """Return a function that writes ``true`` if the value is truthy, otherwise nothing."""
     return lambda run: True if value(run) else None
 
@@ -99,16 +99,18 @@ _WRITES: Mapping[str, Write] = {
     "activation_checkpointing_reentrant": _checkpointing(lambda each: None if each.reentrant else False),
     "backward_prefetch": lambda run: BackwardPrefetch.NONE.value if run.config.prefetch.backward == 0 else None,
     "backward_prefetch_limit": lambda run: run.config.prefetch.backward or None,
-    "forward_prefetch": _if(lambda run: run.config.prefetch.forward is not None),
-    "activation_cpu_offload": _if(lambda run: run.config.activation_checkpointing.cpu_offload),
-    "te_checkpoint_wrapper": _if(lambda run: run.config.activation_checkpointing.transformer_engine),
+    "forward_prefetch": _true_if(lambda run: run.config.prefetch.forward is not None),
+    "activation_cpu_offload": _true_if(lambda run: run.config.activation_checkpointing.cpu_offload),
+    "te_checkpoint_wrapper": _true_if(lambda run: run.config.activation_checkpointing.transformer_engine),
     "forward_prefetch_limit": lambda run: unless(1, run.config.prefetch.forward or 1),
-    "cpu_offload": _if(lambda run: run.config.cpu_offload),
-    "sync_module_states": _if(lambda run: run.config.sync_module_states),
-    "keep_low_precision_grads": _if(lambda run: run.config.mixed_precision.gradients is not GradientDtype.OF_PARAMETER),
-    **{row.name: _field_of(row) for row in KEYS if row.group == KeyGroup.OURS and row.sets},
-    "async_save": _if(lambda run: run.async_save),
-    "verbose": _if(lambda run: run.verbose),
+    "cpu_offload": _true_if(lambda run: run.config.cpu_offload),
+    "sync_module_states": _true_if(lambda run: run.config.sync_module_states),
+    "keep_low_precision_grads": _true_if(
+        lambda run: run.config.mixed_precision.gradients is not GradientDtype.OF_PARAMETER
+    ),
+    **{row.name: _own_field(row) for row in KEYS if row.group == KeyGroup.OURS and row.sets},
+    "async_save": _true_if(lambda run: run.async_save),
+    "verbose": _true_if(lambda run: run.verbose),
 }
 WRITTEN = tuple(
     Lens(name=name, fields=KEYS_BY_NAME[name].fields, write=write, outcome=Outcome.EXACT)

@@ -143,11 +143,11 @@ def _leaves(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, A
             yield f"{above}{key}", value
 
 
-def _findings(json: _Json, told: Iterable[str | None], rules: Sequence[_Rule] = _RULES) -> Iterator[Finding]:
-    """Yield findings for the keys that are not in ``told``."""
-    done = {*told}
+def _findings(json: _Json, reported: Iterable[str | None], rules: Sequence[_Rule] = _RULES) -> Iterator[Finding]:
+    """Yield findings for the keys that are not in ``reported``."""
+    reported_keys = {*reported}
     for key, value in _leaves(value_at(json.document.values, json.path)):
-        if key not in done:
+        if key not in reported_keys:
             outcome, reason, hint = next(each[1:] for each in rules if each[0](json, key, value))
             finding = Finding(
                 key=key, value=value, outcome=outcome, reason=reason, hint=hint, asks=outcome is not _IDLE
@@ -175,7 +175,7 @@ class WithSettings:
     findings: Sequence[Finding]
     suffix: str = ""
 
-    def told(self, findings: Iterable[Finding]) -> Iterator[Finding]:
+    def findings_of_file(self, findings: Iterable[Finding]) -> Iterator[Finding]:
         """Yield the findings of ``text`` under the keys of the original files, and those for keys that are not
         inserted."""
         for each in findings:
@@ -187,7 +187,9 @@ class WithSettings:
         yield from self.findings
 
 
-def with_settings(document: Document, read: ReadsFile, *, to: str | None, alone: bool) -> WithSettings | None:
+def with_settings(
+    document: Document, read: ReadsFile, *, to: str | None, allow_unreferenced: bool
+) -> WithSettings | None:
     """Return a document's text with the settings of its DeepSpeed JSON; None if it neither references nor is one.
 
     Args:
@@ -201,7 +203,7 @@ def with_settings(document: Document, read: ReadsFile, *, to: str | None, alone:
         return None
     to = to or ("axolotl" if is_axolotls_deepspeed(values) else "accelerate")
     if is_deepspeeds(values):
-        return _of_itself(_Json(document=document, to=to)) if alone else None
+        return _from_json_alone(_Json(document=document, to=to)) if allow_unreferenced else None
     by_launcher = values.get("distributed_type") == "DEEPSPEED"
     path: Path = _NAMED if by_launcher else ("deepspeed",) if is_axolotls_deepspeed(values) else ()
     given = value_at(values, path) if path and has_path(values, path) else None
@@ -213,7 +215,7 @@ def with_settings(document: Document, read: ReadsFile, *, to: str | None, alone:
         json = _Json(document=open_document(text, printable(str(given)), ".json"), to=to)
         if json.document.problem or not is_deepspeeds(json.document.values):
             raise ConfigError(json.document.problem or f"{given}:1:1: accelerate refuses it without {_ZERO}")
-    return (_of_accelerates if by_launcher else _of_axolotls)(document, json)
+    return (_in_accelerate_file if by_launcher else _in_axolotl_file)(document, json)
 
 
 _NAMED = ("deepspeed_config", "deepspeed_config_file")
@@ -236,7 +238,7 @@ def _entries(json: _Json) -> tuple[dict[str, Any], dict[str, str | None]]:
     return entries, names
 
 
-def _of_itself(json: _Json) -> WithSettings:
+def _from_json_alone(json: _Json) -> WithSettings:
     """Convert the JSON to a minimal accelerate file."""
     entries, names = _entries(json)
     source = json.document.name.replace("\\", "/").rpartition("/")[2]
@@ -247,7 +249,7 @@ def _of_itself(json: _Json) -> WithSettings:
     return WithSettings(text=text, json=json, names=names, findings=findings, suffix=".yaml")
 
 
-def _of_accelerates(document: Document, json: _Json) -> WithSettings:
+def _in_accelerate_file(document: Document, json: _Json) -> WithSettings:
     """Replace the reference in an accelerate file by the JSON's settings, including its precision."""
     values, (section, name) = document.values, _NAMED
     entries, names = _entries(json)
@@ -255,14 +257,14 @@ def _of_accelerates(document: Document, json: _Json) -> WithSettings:
     edits = document.edit_mapping((section,), {name: [*entries.items()], **{key: [] for key in refused}})
     if precision := json.precision():
         beside = [("distributed_type", "DEEPSPEED"), ("mixed_precision", precision)]
-        gone: dict[str, Settings] = {key: [] for key in ("mixed_precision",) if key in values}
-        edits += document.edit_mapping((), {"distributed_type": beside, **gone})
+        removed: dict[str, Settings] = {key: [] for key in ("mixed_precision",) if key in values}
+        edits += document.edit_mapping((), {"distributed_type": beside, **removed})
     refused += ["mixed_precision"] * (values.get("mixed_precision") is not None)
-    findings = (_naming(document, _NAMED, refused), *_findings(json, names.values()))
+    findings = (_reference_finding(document, _NAMED, refused), *_findings(json, names.values()))
     return WithSettings(text=document.edited(edits), json=json, names=names, findings=findings)
 
 
-def _naming(document: Document, path: Path, refused: Sequence[str] = ()) -> Finding:
+def _reference_finding(document: Document, path: Path, refused: Sequence[str] = ()) -> Finding:
     return Finding(
         key=".".join(map(str, path)),
         value=value_at(document.values, path),
@@ -273,7 +275,7 @@ def _naming(document: Document, path: Path, refused: Sequence[str] = ()) -> Find
     )
 
 
-def _of_axolotls(document: Document, json: _Json) -> WithSettings:
+def _in_axolotl_file(document: Document, json: _Json) -> WithSettings:
     """Replace ``deepspeed`` in an axolotl file by keys of FSDP1.
 
     Batches, precision and clipping are those of axolotl's keys.
@@ -293,20 +295,20 @@ def _of_axolotls(document: Document, json: _Json) -> WithSettings:
             "cpu_ram_efficient_loading": True,
         },
     }
-    told = [each for each in reading.findings if each.key not in ("distributed_type", "gradient clipping")]
+    section_findings = [each for each in reading.findings if each.key not in ("distributed_type", "gradient clipping")]
     if config["zero_stage"] > 1 and values.get("gradient_accumulation_steps") not in (None, 1):
         new["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
-        told.append(_SYNC)
+        section_findings.append(_SYNC)
     if json.at("gradient_clipping") is None:
         new["max_grad_norm"] = 0
-        told.append(_NO_CLIPPING)
-    gone: dict[str, Settings] = {key: [] for key in new if key in values}
-    findings = [_naming(document, ("deepspeed",))]
-    findings += (json.named(each, names.get(each.key) or each.key) for each in told)
+        section_findings.append(_NO_CLIPPING)
+    removed: dict[str, Settings] = {key: [] for key in new if key in values}
+    findings = [_reference_finding(document, ("deepspeed",))]
+    findings += (json.named(each, names.get(each.key) or each.key) for each in section_findings)
     findings += _findings(json, names.values(), (_TRAINERS_RULE, *_RULES))
     dropped = (*new, *(f"fsdp_config.{key}" for key in new["fsdp_config"]), *_OF_FSDP1)
     return WithSettings(
-        text=document.edited(document.edit_mapping((), {"deepspeed": [*new.items()], **gone})),
+        text=document.edited(document.edit_mapping((), {"deepspeed": [*new.items()], **removed})),
         json=json,
         names=dict.fromkeys(dropped),
         findings=findings,

@@ -41,7 +41,7 @@ from composer_fsdp2.migration.dialects.huggingface.values import (
 
 # Trainer arguments that are set elsewhere. A Trainer ignores them in a file of fsdp_config keys, where the migration
 # reads them to complete the file.
-_ANSWERS = ("fsdp", "bf16", "fp16", "gradient_checkpointing")
+_TRAINER_SETTINGS = ("fsdp", "bf16", "fp16", "gradient_checkpointing")
 # Keys that occur in no other system's section: one alone identifies it.
 OF_TRAINERS = ("transformer_layer_cls_to_wrap", "min_num_params", "cpu_ram_efficient_loading", "xla")
 
@@ -64,7 +64,7 @@ def is_bare(values: Mapping[str, Any]) -> bool:
     if "fsdp_config" in values or "distributed_type" in values:
         return False
     # Beside fsdp, OLD_SIBLINGS are arguments of a Trainer.
-    others = (*_ANSWERS, *(OLD_SIBLINGS if "fsdp" in values else ()))
+    others = (*_TRAINER_SETTINGS, *(OLD_SIBLINGS if "fsdp" in values else ()))
     names = [str(name) for name in values if name not in others]
     plain = [name.removeprefix(PREFIX) for name in names]
     num_known = sum((SETTINGS, name) in BY_PLACE for name in plain)
@@ -76,13 +76,14 @@ def is_bare(values: Mapping[str, Any]) -> bool:
 def given_keys(values: Mapping[str, Any], reader: Reader, *, is_file: bool) -> tuple[GivenKey, ...]:
     """Return the keys that configure FSDP, without a Trainer's other arguments."""
     found: list[GivenKey] = []
-    is_whole = is_bare(values)
+    is_settings_file = is_bare(values)
     for name, value in values.items():
-        if is_whole and name not in _ANSWERS:  # every release strips the prefix from the keys of such a file
+        if is_settings_file and name not in _TRAINER_SETTINGS:
+            # Every release strips the prefix from the keys of such a file.
             found.append(_nested_key(str(name), str(name).removeprefix(PREFIX), value, SETTINGS, reader))
         elif name in MAPPINGS and isinstance(value, Mapping) and value:
             found += [_nested_key(f"{name}.{key}", str(key), each, name, reader) for key, each in value.items()]
-        elif (beside := _key_beside(name, value, reader, is_file=is_file)) is not None:
+        elif (beside := _top_level_key(name, value, reader, is_file=is_file)) is not None:
             found.append(beside)
     # Most readers ignore whether a key has the prefix, and the last one takes precedence.
     last = {(each.row.name, each.key in OLD_SIBLINGS): each.key for each in found if each.row and each.is_read}
@@ -94,10 +95,10 @@ def given_keys(values: Mapping[str, Any], reader: Reader, *, is_file: bool) -> t
     )
 
 
-def _key_beside(name: str, value: Any, reader: Reader, *, is_file: bool) -> GivenKey | None:
+def _top_level_key(name: str, value: Any, reader: Reader, *, is_file: bool) -> GivenKey | None:
     """Return a key outside of the section's mappings, with its row; None if it does not configure FSDP."""
-    usual = BY_PLACE.get((BESIDE, name))
-    row = OF_AXOLOTL.get(name, usual) if reader in AXOLOTL else usual
+    common_row = BY_PLACE.get((BESIDE, name))
+    row = OF_AXOLOTL.get(name, common_row) if reader in AXOLOTL else common_row
     if row is not None and reader in row.read_by:  # null is as good as absent to axolotl
         return GivenKey(key=name, value=value, row=row, is_read=value is not None or reader not in AXOLOTL)
     if name in OLD_SIBLINGS and reader in TRANSFORMERS:
@@ -177,7 +178,7 @@ def _unused(config: EffectiveConfig) -> Sequence[str]:
     return (*classes, *sizes)
 
 
-def _policy_of_words(config: EffectiveConfig) -> str:
+def _wrap_policy(config: EffectiveConfig) -> str:
     """Return the wrapping policy. ``auto_wrap`` in ``fsdp`` overrides the policy that axolotl exports."""
     if not config["fsdp"].auto_wrap:
         return str(config["auto_wrap_policy"])
@@ -199,9 +200,9 @@ def _devices(config: EffectiveConfig) -> Sequence[str]:
 
 
 _BY_LAYER = "TRANSFORMER_BASED_WRAP"
-_FULL, _KEPT, _WHOLE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+_FULL, _GRAD_OP, _NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 # FSDP1's strategy by DeepSpeed's stage. Stage 1 keeps more than SHARD_GRAD_OP, and reduces as seldom as possible.
-_STRATEGIES = (_WHOLE, _KEPT, _KEPT, _FULL)
+_STRATEGIES = (_NO_SHARD, _GRAD_OP, _GRAD_OP, _FULL)
 
 # Settings that follow from others, in the order of computation, each with its readers.
 # fmt: off
@@ -216,7 +217,7 @@ _DERIVED: tuple[tuple[str, Sequence[Reader], Callable[[EffectiveConfig], Any]], 
         else config["state_dict_type"]),
     ("sharding_strategy", (T1, X1), lambda config: config["fsdp"].strategy or _FULL),
     ("offload_params", TRAINERS, lambda config: config["offload_params"] or config["fsdp"].offload),
-    ("auto_wrap_policy", (T1, X1, X2), _policy_of_words),
+    ("auto_wrap_policy", (T1, X1, X2), _wrap_policy),
     ("reshard_after_forward", tuple(Reader), _reshards),
     ("transformer_layer_cls_to_wrap", tuple(Reader), lambda config:
         config["transformer_layer_cls_to_wrap"] if config["auto_wrap_policy"] == _BY_LAYER else ()),
@@ -234,19 +235,19 @@ _DERIVED: tuple[tuple[str, Sequence[Reader], Callable[[EffectiveConfig], Any]], 
 # Problems
 
 
-def _asks_for_size(config: EffectiveConfig) -> bool:
+def _sets_size(config: EffectiveConfig) -> bool:
     """Whether any number of parameters that is read is above 0."""
     numbers = map(config.value_of, config.keys_of("min_num_params"))
     return any(isinstance(number, int | float) and number > 0 for number in numbers)
 
 
-def _refuses_to_load(config: EffectiveConfig) -> bool:
+def _fails_to_load(config: EffectiveConfig) -> bool:
     """Return whether the system raises because only rank 0 loads the weights, and does not broadcast them.
 
     A Trainer compares strings. accelerate's launcher treats any string as true, also for FSDP2, which reads only one of
     the two keys.
     """
-    values = {each.row.name: each.value for each in _checked(config) if each.row}
+    values = {each.row.name: each.value for each in _compared_keys(config) if each.row}
     loads = values.get("cpu_ram_efficient_loading", config["cpu_ram_efficient_loading"])
     syncs = values.get("sync_module_states", True)
     if config.reader is T1:
@@ -254,13 +255,13 @@ def _refuses_to_load(config: EffectiveConfig) -> bool:
     return config.reader in (A1, A2) and bool(loads) and not syncs
 
 
-def _checked(config: EffectiveConfig) -> Sequence[GivenKey]:
+def _compared_keys(config: EffectiveConfig) -> Sequence[GivenKey]:
     """Return the keys whose values the system compares. accelerate also compares keys that FSDP2 does not use."""
     return [each for each in config.given if each.is_read or config.reader is A2]
 
 
 def _sync_key(config: EffectiveConfig) -> str:
-    keys = (each.key for each in reversed(_checked(config)) if each.row and each.row.name == "sync_module_states")
+    keys = (each.key for each in reversed(_compared_keys(config)) if each.row and each.row.name == "sync_module_states")
     return next(keys, "fsdp_config")
 
 
@@ -294,13 +295,13 @@ _PROBLEMS: tuple[tuple[Callable[[EffectiveConfig], Any], _Text, _Text], ...] = (
     (lambda config: config.reader in TRAINERS and _is_off(config)
         and ("fsdp" in config.around or not is_bare(config.around)), "fsdp",
         "FSDP is off, whatever fsdp_config says; as trained: remove that; as written: fsdp: full_shard auto_wrap"),
-    (lambda config: config.reader in (T2, X2) and config["fsdp"].strategy not in (None, _FULL, _KEPT), "fsdp",
+    (lambda config: config.reader in (T2, X2) and config["fsdp"].strategy not in (None, _FULL, _GRAD_OP), "fsdp",
         "for FSDP2 it is full_shard or shard_grad_op; replicas are parallelism_config's"),
     # accelerate's default is a float (1e8), and "100000000.0" is not an int.
     (lambda config: config["auto_wrap_policy"] == "SIZE_BASED_WRAP" and config.reader not in TRAINERS
         and not config.key_of("min_num_params"), lambda config: config.key_of("auto_wrap_policy") or "fsdp_config",
         "SIZE_BASED_WRAP needs min_num_params, for which accelerate's default does not parse"),
-    (lambda config: config.reader is T1 and config.key_of("transformer_layer_cls_to_wrap") and _asks_for_size(config),
+    (lambda config: config.reader is T1 and config.key_of("transformer_layer_cls_to_wrap") and _sets_size(config),
         lambda config: config.key_of("min_num_params") or "",
         lambda config: f"it and {str(config.key_of('transformer_layer_cls_to_wrap')).split('.')[-1]} exclude each "
         "other; keep one"),
@@ -309,7 +310,7 @@ _PROBLEMS: tuple[tuple[Callable[[EffectiveConfig], Any], _Text, _Text], ...] = (
     (lambda config: config.reader in TRAINERS and config.around.get("max_grad_norm") is not None
         and not (INT.fits(config.around["max_grad_norm"]) or isinstance(config.around["max_grad_norm"], float)),
         "max_grad_norm", lambda config: f"a Trainer clips to a number, not to {config.around['max_grad_norm']!r}"),
-    (_refuses_to_load, _sync_key,
+    (_fails_to_load, _sync_key,
         lambda config: "all ranks but the first would train on random weights: cpu_ram_efficient_loading is "
         f"{_loading_text(config)}; set this to true, or cpu_ram_efficient_loading to false"),
     (lambda config: config.reader in TRAINERS and config["gradient_checkpointing"]

@@ -100,7 +100,13 @@ class HuggingFaceDialect(Dialect):
     title = "Hugging Face: Trainer and accelerate"
     rows: Sequence[Key] = tuple(row for row in ROWS if not row.read_by or not {X1, X2}.issuperset(row.read_by))
     limits: Sequence[Limitation] = LIMITS
-    words: Sequence[str] = ("fsdp", "distributed_type", "deepspeed_config", "reshard_after_forward", *OF_TRAINERS)
+    key_prefixes: Sequence[str] = (
+        "fsdp",
+        "distributed_type",
+        "deepspeed_config",
+        "reshard_after_forward",
+        *OF_TRAINERS,
+    )
     smallest: Mapping[Reader, Mapping[str, Any]] = _FILES
     readers: Sequence[str] = tuple(_FILES)
     written: Sequence[Written] = WRITTEN_BY_ACCELERATE
@@ -186,11 +192,11 @@ class HuggingFaceDialect(Dialect):
             return (*findings, *(each.finding for each in lost if each.is_fault))
         # A strategy that FSDP2 does not support is left unchanged.
         lost = lost or self.express(reading.run.without_training()).losses
-        found = [replace(each, finding=self._of_own(each, config)) for each in lost]
+        found = [replace(each, finding=self._adapted_finding(each, config)) for each in lost]
         findings, rest = with_losses(findings, found, reading, self)
-        return (*findings, *rest, *_applying(_OF_FSDP2, config))
+        return (*findings, *rest, *_matching_findings(_OF_FSDP2, config))
 
-    def _of_own(self, loss: Loss, config: EffectiveConfig) -> Finding:
+    def _adapted_finding(self, loss: Loss, config: EffectiveConfig) -> Finding:
         """Return the finding of a lost field, adapted to the section.
 
         FSDP's section has no clipping norm, so DeepSpeed's needs a decision. A file that sets degrees is for a release
@@ -244,8 +250,8 @@ class HuggingFaceDialect(Dialect):
     def instead(self, row: Any) -> Mapping[str, str]:
         # A Trainer of transformers 4.51.3 ignores prefixed names, also those of keys that it reads without prefix.
         return {
-            reader.value: way
-            for reader, way in row.instead.items()
+            reader.value: equivalent
+            for reader, equivalent in row.instead.items()
             if reader in self.readers
             if reader is Reader.TRAINER_FSDP1 or reader not in row.read_by
         }
@@ -254,8 +260,8 @@ class HuggingFaceDialect(Dialect):
         if row.group == DEGREES and A2 in self.smallest:
             return {self.read_by(row)[0]: Section.at((), _FILES[A2 if A2 in row.read_by else AD])}
         is_read_by_none = self.read_by(row) == (NOBODY,)
-        asked = (reader for reader in self.smallest if is_read_by_none or reader in row.read_by)
-        return {reader: Section.at((), self.smallest[reader]) for reader in asked}
+        readers = (reader for reader in self.smallest if is_read_by_none or reader in row.read_by)
+        return {reader: Section.at((), self.smallest[reader]) for reader in readers}
 
     def place(self, row: Any, section: Section) -> str:
         return usual_place(row, is_transformers="fsdp" in section.given)
@@ -348,26 +354,26 @@ def _adapter(config: EffectiveConfig) -> Any:
 
 def findings_of(config: EffectiveConfig) -> Iterator[Finding]:
     for given in config.given:
-        yield _of_no_row(given, config) if given.row is None else _finding(given, given.row, config)
+        yield _unknown_key_finding(given, config) if given.row is None else _finding(given, given.row, config)
     given_keys = {given.key for given in config.given}
     for key, problem in config.problems.items():
         if key not in given_keys:
             yield implicit(key, Outcome.NEEDS_DECISION, problem)
-    yield from _applying(_IMPLICIT, config)
+    yield from _matching_findings(_IMPLICIT, config)
 
 
 def _finding(given: GivenKey, row: Key, config: EffectiveConfig) -> Finding:
-    usual = row.usual(given.key, given.value)
+    finding = row.usual(given.key, given.value)
     if given.key in config.problems:
-        return undecided(usual, config.problems[given.key], usual.hint)
+        return undecided(finding, config.problems[given.key], finding.hint)
     if given.is_off and row.defaults and not any(row.defaults.values()):
-        usual = off(usual)
+        finding = off(finding)
     if not given.is_read:
-        return _unread(usual, given, row, config)
-    return usual if row.decide is None else row.decide(usual, config)
+        return _ignored_key_finding(finding, given, row, config)
+    return finding if row.decide is None else row.decide(finding, config)
 
 
-def _of_no_row(given: GivenKey, config: EffectiveConfig) -> Finding:
+def _unknown_key_finding(given: GivenKey, config: EffectiveConfig) -> Finding:
     name = given.key.split(".")[-1]
     finding = Finding(key=given.key, value=given.value, outcome=Outcome.NEEDS_DECISION, reason="")
     if given.key in MAPPINGS and not given.value:
@@ -399,37 +405,37 @@ _OF_SPEED = {
 }
 
 
-def _unread(usual: Finding, given: GivenKey, row: Key, config: EffectiveConfig) -> Finding:
+def _ignored_key_finding(finding: Finding, given: GivenKey, row: Key, config: EffectiveConfig) -> Finding:
     """Return the finding for a key that the system ignores. It has no effect if its value equals the effective one."""
     reader, error = config.reader, config.errors.get(given.key)
     if given.value is None and reader in AXOLOTL:
-        return idle(usual, "it is empty")
+        return idle(finding, "it is empty")
     setting = _OF_SPEED.get(row.name, row.name)
     is_inert = reader is T1 and given.key.split(".")[-1].startswith(PREFIX)
     is_doubled = reader in row.read_by and not is_inert and config.key_of(row.name) not in (None, given.key)
     reason = f"{config.key_of(row.name)} says it again" if is_doubled else f"{reader.value} does not read it here"
     if error is None and (row.outcome is Outcome.UNNEEDED or _is_in_effect(setting, config.parsed[given.key], config)):
-        return idle(usual, f"{reason}, but its value was in effect anyway")
-    way = f"{DEGREES_PREFIX}{row.name}" if row.group == DEGREES else row.instead.get(reader, "")
-    held = config[setting]
-    in_effect = "the key was ignored" if held in (None, "", (), []) else f"{_word(held)} was in effect"
+        return idle(finding, f"{reason}, but its value was in effect anyway")
+    equivalent = f"{DEGREES_PREFIX}{row.name}" if row.group == DEGREES else row.instead.get(reader, "")
+    effective = config[setting]
+    in_effect = "the key was ignored" if effective in (None, "", (), []) else f"{_value_text(effective)} was in effect"
     if row.name in _OF_SPEED:  # no decision is needed
-        hint = f"it is read as {way}" if way and reader not in AXOLOTL else ""
+        hint = f"it is read as {equivalent}" if equivalent and reader not in AXOLOTL else ""
         text = f"{reason}: {in_effect}; no number depends on it"
-        return replace(usual, outcome=Outcome.APPROXIMATE, target="as it ran", reason=text, hint=hint)
+        return replace(finding, outcome=Outcome.APPROXIMATE, target="as it ran", reason=text, hint=hint)
     if error is not None:
-        return undecided(usual, f"{reason}; {error}", "remove it")
+        return undecided(finding, f"{reason}; {error}", "remove it")
     if is_doubled:
-        return undecided(usual, f"{reason}, and held", "as trained: remove it; as written: remove the other")
+        return undecided(finding, f"{reason}, and held", "as trained: remove it; as written: remove the other")
     if reader is X1 and row.name == "sync_module_states":
         reason = "axolotl passes it on from 0.12 on; before"
-    how = f" (as {way})" if way else ""
+    how = f" (as {equivalent})" if equivalent else ""
     return undecided(
-        usual, f"{reason}: {in_effect}", f"as trained: remove it; as written: set it where it is read{how}"
+        finding, f"{reason}: {in_effect}", f"as trained: remove it; as written: set it where it is read{how}"
     )
 
 
-def _word(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(getattr(value, "value", value))
 
 
@@ -447,7 +453,7 @@ def _is_in_effect(setting: str, value: Any, config: EffectiveConfig) -> bool:
 _Rule = tuple[Collection[Reader], Callable[[EffectiveConfig], Any], Finding | Callable[[EffectiveConfig], Finding]]
 
 
-def _applying(rules: Iterable[_Rule], config: EffectiveConfig) -> Iterator[Finding]:
+def _matching_findings(rules: Iterable[_Rule], config: EffectiveConfig) -> Iterator[Finding]:
     for readers, applies, found in rules:
         if config.reader in readers and applies(config):
             yield found(config) if callable(found) else found
@@ -543,7 +549,7 @@ _IMPLICIT: Sequence[_Rule] = (
 # FSDP2 of the same system
 
 
-def _beside(key: str, outcome: Outcome, reason: str, hint: str) -> Callable[[EffectiveConfig], Finding]:
+def _neighbor_finding(key: str, outcome: Outcome, reason: str, hint: str) -> Callable[[EffectiveConfig], Finding]:
     """Return a function for the finding of a key beside the section."""
     return lambda config: Finding(key=key, value=config.around[key], outcome=outcome, reason=reason, hint=hint)
 
@@ -561,16 +567,17 @@ _OF_FSDP2: Sequence[_Rule] = (
         reason=VERSION_REASON, hint=VERSION_HINT, origin=Origin.LACKING)),
     # axolotl 0.12.2: check_fsdp2_* of utils/schemas/validation.py, check_auto_enable_lora_kernels of its config.py.
     ((X1,), lambda config: config.around.get("optimizer") in ("adamw_8bit", "adamw_bnb_8bit"),
-        _beside("optimizer", Outcome.NEEDS_DECISION, "axolotl refuses this optimizer with FSDP2",
+        _neighbor_finding("optimizer", Outcome.NEEDS_DECISION, "axolotl refuses this optimizer with FSDP2",
         "adamw_torch_8bit, which is torchao's; other 8-bit optimizers pass")),
     *(((X1,), lambda config, bits=bits: _bits(config) == bits and config["cpu_ram_efficient_loading"],
-        _beside(f"load_in_{bits}bit", Outcome.NEEDS_DECISION,
+        _neighbor_finding(f"load_in_{bits}bit", Outcome.NEEDS_DECISION,
         "axolotl refuses it with FSDP2 beside cpu_ram_efficient_loading",
         "fsdp_config.cpu_ram_efficient_loading: false, with which each rank reads the weights")) for bits in (4, 8)),
     ((X1,), lambda config: _bits(config) and config.around.get("rl") in ("dpo", "kto", "orpo", "ipo"),
-        _beside("rl", Outcome.NEEDS_DECISION, "axolotl refuses it with FSDP2 beside load_in_4bit or load_in_8bit",
+        _neighbor_finding("rl", Outcome.NEEDS_DECISION,
+        "axolotl refuses it with FSDP2 beside load_in_4bit or load_in_8bit",
         "train without quantization, or keep fsdp_version: 1")),
-    ((X1,), _makes_kernels, _beside("adapter", Outcome.APPROXIMATE,
+    ((X1,), _makes_kernels, _neighbor_finding("adapter", Outcome.APPROXIMATE,
         "with FSDP2 axolotl turns on its LoRA kernels, which it does not with FSDP1: the same numbers up to rounding",
         "lora_mlp_kernel, lora_qkv_kernel and lora_o_kernel: false keep them off")),
 )

@@ -168,12 +168,12 @@ def wrap_of(config: EffectiveConfig) -> Wrap:
 _POLICY_OF = {WrapKind.ROOT: "NO_WRAP", WrapKind.SIZE: "SIZE_BASED_WRAP"}
 
 
-def _mixed_precision(word: str, config: EffectiveConfig) -> MixedPrecision:
+def _mixed_precision(name: str, config: EffectiveConfig) -> MixedPrecision:
     """Return the mixed precision policy for a precision, such as bf16.
 
     FSDP1 casts buffers, and the inputs of the root. accelerate's FSDP2 casts the inputs and outputs of each unit.
     """
-    dtype = DTYPES[word]
+    dtype = DTYPES[name]
     if dtype is None:
         return MixedPrecision()
     if config.reader in FSDP2:
@@ -212,7 +212,7 @@ def _duration(steps: Any, config: EffectiveConfig) -> str | None:
 def _rows(rows: Any, config: EffectiveConfig) -> int | None:
     """Return the rows of a microbatch; None if accelerate divides one batch among all ranks."""
     older = config.around.get("per_gpu_train_batch_size") if config.reader in TRANSFORMERS else None
-    return None if _of_accelerator(config).get("split_batches") else count(older or rows)
+    return None if _accelerator_config(config).get("split_batches") else count(older or rows)
 
 
 def _microbatches(rows: Any, config: EffectiveConfig) -> int | None:
@@ -223,12 +223,12 @@ def _microbatches(rows: Any, config: EffectiveConfig) -> int | None:
         return None
     if steps is None and config.reader in AXOLOTL and (batch := count(around.get("batch_size"))):
         return None if rows is None else batch // rows
-    kwargs = _of_accelerator(config).get("gradient_accumulation_kwargs")
+    kwargs = _accelerator_config(config).get("gradient_accumulation_kwargs")
     steps = (kwargs.get("num_steps") if isinstance(kwargs, Mapping) else None) or steps
     return count(rows and 1 if "gradient_accumulation_steps" not in around and steps is None else steps)
 
 
-def _of_accelerator(config: EffectiveConfig) -> Mapping[str, Any]:
+def _accelerator_config(config: EffectiveConfig) -> Mapping[str, Any]:
     given = config.around.get("accelerator_config")
     return given if isinstance(given, Mapping) and config.reader in TRANSFORMERS else {}
 
@@ -285,10 +285,10 @@ def mesh_of(shard: int, config: EffectiveConfig) -> MeshSpec:
     processes, machines = config.count("num_processes"), config.count("num_machines")
     if config.reader in TRAINERS or processes is None or machines is None:
         sizes = "{0}dp_shard_size: GPUs of a node, {0}dp_replicate_size: number of nodes"
-        way = sizes.format("") if config.reader in AXOLOTL else f"{DEGREES}: {{{sizes.format(DEGREES_PREFIX)}}}"
+        keys = sizes.format("") if config.reader in AXOLOTL else f"{DEGREES}: {{{sizes.format(DEGREES_PREFIX)}}}"
         raise ConfigError(
             "FSDP1 sharded within each node, and replicated over nodes, by the number of GPUs that it found; set it, "
-            f"as {way}"
+            f"as {keys}"
         )
     if machines < 1 or processes % machines:
         raise ConfigError(f"num_processes {processes} is not a multiple of num_machines {machines}")
@@ -362,9 +362,12 @@ SIZE_REASON = (
 SIZE_HINT = "TRANSFORMER_BASED_WRAP, with the classes of the layers"
 
 
-def _of_wrap(policy: str) -> Callable[[Finding, EffectiveConfig], Finding]:
+def _wrap_policy_cases(policy: str) -> Callable[[Finding, EffectiveConfig], Finding]:
     """Return a ``decide`` function for a key that only the auto-wrap policy ``policy`` uses."""
-    words = {**dict.fromkeys((T1, T2), "auto_wrap in fsdp"), **dict.fromkeys((X1, X2), f"auto_wrap_policy: {policy}")}
+    wrap_keys = {
+        **dict.fromkeys((T1, T2), "auto_wrap in fsdp"),
+        **dict.fromkeys((X1, X2), f"auto_wrap_policy: {policy}"),
+    }
     return cases(
         case(lambda value, config: config["auto_wrap_policy"] == policy),
         case(lambda value, config: value == 0, _UNNEEDED, reason="0 has no effect"),
@@ -384,7 +387,7 @@ def _of_wrap(policy: str) -> Callable[[Finding, EffectiveConfig], Finding]:
             _NEEDS_DECISION,
             reason="no wrapping was set: the whole model was one unit, all of it gathered at once",
             hint=lambda config: (
-                "as trained: remove it; as written: " + words.get(config.reader, f"fsdp_auto_wrap_policy: {policy}")
+                "as trained: remove it; as written: " + wrap_keys.get(config.reader, f"fsdp_auto_wrap_policy: {policy}")
             ),
         ),
     )
@@ -443,8 +446,8 @@ def _instead(trainer: str, launcher: str = "") -> dict[Reader, str]:
         trainer: The equivalent in a Trainer's arguments for transformers 4.51.3.
         launcher: The equivalent in an accelerate file.
     """
-    ways = {T1: trainer, X1: trainer, A1: launcher, A2: launcher}
-    return {reader: way for reader, way in ways.items() if way}
+    equivalents = {T1: trainer, X1: trainer, A1: launcher, A2: launcher}
+    return {reader: equivalent for reader, equivalent in equivalents.items() if equivalent}
 
 
 _LAUNCHER = "belongs to DeepSpeed's launcher; torchrun and composer have their own options for the nodes"
@@ -595,12 +598,12 @@ ROWS: tuple[Key, ...] = (
     Key(name="transformer_layer_cls_to_wrap", fields=("wrap.classes",),
         write=lambda run: ",".join(run.wrap.classes) or None, takes=CLASSES, outcome=Outcome.EXACT,
         target="fully_shard on each module of these classes", defaults=everywhere(()),
-        instead=_instead(trainer=_UNPREFIXED), decide=_of_wrap("TRANSFORMER_BASED_WRAP"),
+        instead=_instead(trainer=_UNPREFIXED), decide=_wrap_policy_cases("TRANSFORMER_BASED_WRAP"),
         meaning="classes of the modules that are units; by default the model's _no_split_modules",
         reason="the same modules, each a unit"),
     Key(name="min_num_params", fields=("wrap.min_num_params",), write=lambda run: run.wrap.min_num_params or None,
         takes=COUNT, outcome=Outcome.EXACT, target="fully_shard on modules chosen by FSDP1's rule",
-        defaults=everywhere(0), instead=_instead(trainer=_UNPREFIXED), decide=_of_wrap("SIZE_BASED_WRAP"),
+        defaults=everywhere(0), instead=_instead(trainer=_UNPREFIXED), decide=_wrap_policy_cases("SIZE_BASED_WRAP"),
         meaning="under SIZE_BASED_WRAP, the minimum number of a unit's parameters, without those of units below it",
         reason="the same modules, each a unit"),
     Key(name="offload_params", read={"cpu_offload": as_is}, write=lambda run: run.config.cpu_offload,

@@ -81,13 +81,13 @@ def means_false(value: object) -> bool:
     return _TRUTH_VALUES.get(str(value).lower()) is False
 
 
-def _bad(value: object, takes: str, near: str | None = None) -> ConfigError:
+def _value_error(value: object, takes: str, near: str | None = None) -> ConfigError:
     return ConfigError(f"{value!r} is none of its values: {takes}" + (f"; did you mean {near}?" if near else ""))
 
 
 def _named_values(
     text: str,
-    words: Mapping[str, Any],
+    value_by_name: Mapping[str, Any],
     choices: tuple[Any, ...] | None = None,
     *,
     absent: Mapping[Reader, Any] = _NOTHING,
@@ -97,26 +97,26 @@ def _named_values(
     """Return the ``Takes`` of a key with named values, in any letter case.
 
     Args:
-        words: Name -> parsed value.
-        choices: The names to list in documentation; None: all.
-        absent: Reader that treats null as an unset key -> parsed value.
-        launcher: Further names in lower case that accelerate's launcher accepts -> parsed value.
+        value_by_name: Name -> effective value.
+        choices: The names to list; all by default.
+        absent: Reader -> effective value, for readers that treat null as an absent key.
+        launcher: Further names that accelerate's launcher accepts, in lower case.
         refused: Name in lower case -> the reason why it is rejected.
     """
-    values = {word.lower(): value for word, value in words.items()}
-    listed = tuple(words) if choices is None else choices
+    values = {name.lower(): value for name, value in value_by_name.items()}
+    listed = tuple(value_by_name) if choices is None else choices
 
     def parse(value: object, reader: Reader) -> Any:
-        word = str(value).lower()
+        name = str(value).lower()
         if value is None and reader in absent:
             return absent[reader]
-        if word in launcher and reader not in TRAINERS:
-            return launcher[word]
-        if word in refused:
-            raise ConfigError(refused[word].format(value=value))
-        if word not in values:
-            raise _bad(value, text, nearest(word, (each for each in listed if isinstance(each, str))))
-        return values[word]
+        if name in launcher and reader not in TRAINERS:
+            return launcher[name]
+        if name in refused:
+            raise ConfigError(refused[name].format(value=value))
+        if name not in values:
+            raise _value_error(value, text, nearest(name, (each for each in listed if isinstance(each, str))))
+        return values[name]
 
     return Takes(text, parse, listed)
 
@@ -133,7 +133,7 @@ def _flag(text: str, axolotl: Mapping[str, Any] = _NOTHING) -> Takes:
             return axolotl[value]
         if value is None or isinstance(value, bool):
             return bool(value)
-        raise _bad(value, FLAG.text)
+        raise _value_error(value, FLAG.text)
 
     return Takes(text, parse, _SWITCH)
 
@@ -226,7 +226,7 @@ def _number(text: str, parse: Callable[[str], Any], absent: Any = ...) -> Takes:
         try:
             return parse(str(value))
         except ValueError:
-            raise _bad(value, text) from None
+            raise _value_error(value, text) from None
 
     return Takes(text, parse_or_fail)
 
@@ -243,7 +243,7 @@ def _parse_count(value: Any, reader: Reader) -> int:
     if is_int or (reader not in TRAINERS and isinstance(value, str) and value.isdigit()):
         return int(value)
     number = number_of(value)
-    raise _bad(value, COUNT.text, None if number is None else str(int(number)))
+    raise _value_error(value, COUNT.text, None if number is None else str(int(number)))
 
 
 COUNT = Takes("an integer, written in full (1e8 is a string to YAML 1.1 and a float to others)", _parse_count)
@@ -273,22 +273,22 @@ def _parse_fsdp_options(value: object, reader: Reader) -> FsdpOptions:
     if value is None or isinstance(value, bool):
         return FsdpOptions(strategy=ShardingStrategy.FULL_SHARD if value else None)
     if not isinstance(value, str | list):
-        raise _bad(value, FSDP_OPTIONS.text)
-    words = value.split() if isinstance(value, str) else [str(word) for word in value]
+        raise _value_error(value, FSDP_OPTIONS.text)
+    options = value.split() if isinstance(value, str) else [str(option) for option in value]
     known = (*(name.lower() for name in _STRATEGIES), "offload", "auto_wrap")
-    strategies = [word for word in words if (word if isinstance(value, str) else word.lower()) in known[:-2]]
-    others = [word for word in words if word not in strategies and word not in known]
+    strategies = [option for option in options if (option if isinstance(value, str) else option.lower()) in known[:-2]]
+    others = [option for option in options if option not in strategies and option not in known]
     if isinstance(value, str) and others:
         separated = " ".join(value.replace(",", " ").split())
-        raise _bad(value, FSDP_OPTIONS.text, separated if "," in value else nearest(others[0], known))
+        raise _value_error(value, FSDP_OPTIONS.text, separated if "," in value else nearest(others[0], known))
     if len(set(strategies)) > 1:
         raise ConfigError(f"{value!r} names {len(set(strategies))} strategies; keep one of {', '.join(strategies)}")
-    if words == ["offload"]:
+    if options == ["offload"]:
         raise ConfigError("offload does not stand alone; write full_shard offload or shard_grad_op offload")
     return FsdpOptions(
-        strategy=next((_STRATEGIES[word.upper()] for word in strategies), None),
-        offload="offload" in words,
-        auto_wrap="auto_wrap" in words,
+        strategy=next((_STRATEGIES[option.upper()] for option in strategies), None),
+        offload="offload" in options,
+        auto_wrap="auto_wrap" in options,
         ignored=tuple(others),
     )
 
@@ -297,7 +297,7 @@ def _texts(value: Any, takes: str) -> Sequence[str]:
     """Return a list of strings unchanged, and a string as a list with one item."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not all(isinstance(each, str) for each in texts):
-        raise _bad(value, takes)
+        raise _value_error(value, takes)
     return texts
 
 
@@ -314,7 +314,7 @@ def _parse_classes(value: object, reader: Reader) -> tuple[str, ...]:
             f"{value!r} is a list, which accelerate converts to one string, including the brackets; write {stripped}"
         )
     if stripped != ",".join(names) or not stripped:
-        raise _bad(value, CLASSES.text, stripped or None)
+        raise _value_error(value, CLASSES.text, stripped or None)
     return tuple(names)
 
 

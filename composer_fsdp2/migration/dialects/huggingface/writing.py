@@ -146,7 +146,7 @@ WRITTEN_BY_AXOLOTL: tuple[Written, ...] = (
 # A section converted in place
 
 # Keys that FSDP2 does not use, and the version, which is written anew.
-_GONE = (
+_REMOVED = (
     *("version", "sharding_strategy", "backward_prefetch", "forward_prefetch", "sync_module_states"),
     *("use_orig_params", "limit_all_gathers"),
 )
@@ -158,18 +158,18 @@ _Replacements = dict[str, Settings]
 def rewritten(section: Section, config: EffectiveConfig, run: RunConfig) -> list[MappingEdit]:
     """Return the edits that convert a section from FSDP1's or DeepSpeed's keys to FSDP2's."""
     if config.reader is AD:
-        return _of_deepspeed(section, run)
-    given, new, inside = section.given, _new_settings(config), _inside(section, config)
+        return _deepspeed_edits(section, run)
+    given, new, settings_keys = section.given, _new_settings(config), _settings_keys(section, config)
     if is_bare(given):
-        return [_settings_edit(section.path, inside, new, config, places=())]
+        return [_settings_edit(section.path, settings_keys, new, config, places=())]
     beside: _Replacements = {}
     place = next((name for name in ("fsdp_config", "distributed_type") if name in given), "fsdp")
     if config.reader is T1:
-        beside = _beside_of_trainer(given, config, new)
+        beside = _trainer_replacements(given, config, new)
     is_edited = isinstance(given.get("fsdp_config"), Mapping) and bool(given["fsdp_config"])
     if config.reader is X1:
-        is_edited = not all(_goes(each, {}) for each in inside.values())
-        beside = _beside_of_axolotl(given, is_whole=not is_edited)
+        is_edited = not all(_is_removed(each, {}) for each in settings_keys.values())
+        beside = _axolotl_replacements(given, is_whole=not is_edited)
         place = next(iter(beside))
     if not is_edited:
         _append(beside, given, place, "fsdp_config", dict(_entries(new, config)))
@@ -179,7 +179,7 @@ def rewritten(section: Section, config: EffectiveConfig, run: RunConfig) -> list
     edits = [MappingEdit(path=section.path, replacements=beside)] if beside else []
     if is_edited:
         path = (*section.path, "fsdp_config")
-        edits.append(_settings_edit(path, inside, new, config, places=_PLACES[config.reader]))
+        edits.append(_settings_edit(path, settings_keys, new, config, places=_PLACES[config.reader]))
     return edits
 
 
@@ -189,7 +189,7 @@ def _append(entries: _Replacements, given: Mapping[str, Any], place: str, key: s
     entries[place] = [*entries.get(place, kept), (key, value)]
 
 
-def _of_deepspeed(section: Section, run: RunConfig) -> list[MappingEdit]:
+def _deepspeed_edits(section: Section, run: RunConfig) -> list[MappingEdit]:
     """Replace DeepSpeed's section by one of FSDP. Other keys, such as ``num_processes``, do not change.
 
     DeepSpeed's sequence parallelism becomes context parallelism.
@@ -204,19 +204,19 @@ def _of_deepspeed(section: Section, run: RunConfig) -> list[MappingEdit]:
     return [MappingEdit(path=section.path, replacements=replacements)]
 
 
-def _beside_of_trainer(given: Mapping[str, Any], config: EffectiveConfig, new: dict[str, Any]) -> _Replacements:
+def _trainer_replacements(given: Mapping[str, Any], config: EffectiveConfig, new: dict[str, Any]) -> _Replacements:
     """Return the changes of a Trainer's arguments. Arguments of earlier releases are moved to the new settings."""
     beside: _Replacements = {name: [] for name in OLD_SIBLINGS if name in given}
     for name in (name.removeprefix(PREFIX) for name in beside):
         if value := config[name]:
             new[name] = list(value) if isinstance(value, tuple) else value
     if config["sharding_strategy"].is_hybrid:
-        within = _alike(config["sharding_strategy"], is_hybrid=False, reshards=config["reshard_after_forward"])
-        beside["fsdp"] = [("fsdp", _words(config, within, offloads=config["offload_params"]))]
+        within = _strategy_like(config["sharding_strategy"], is_hybrid=False, reshards=config["reshard_after_forward"])
+        beside["fsdp"] = [("fsdp", _fsdp_options(config, within, offloads=config["offload_params"]))]
     return beside
 
 
-def _beside_of_axolotl(given: Mapping[str, Any], *, is_whole: bool) -> _Replacements:
+def _axolotl_replacements(given: Mapping[str, Any], *, is_whole: bool) -> _Replacements:
     """Return the changes of an axolotl file that write ``fsdp_version: 2`` at the position of the first FSDP1 key.
 
     Args:
@@ -259,7 +259,7 @@ def _entries(new: Mapping[str, Any], config: EffectiveConfig) -> Settings:
     return [(prefix + name, value) for name, value in new.items() if value is not None]
 
 
-def _inside(section: Section, config: EffectiveConfig) -> dict[str, GivenKey]:
+def _settings_keys(section: Section, config: EffectiveConfig) -> dict[str, GivenKey]:
     """Return the keys in ``fsdp_config``, or in a file that is the content of one.
 
     Keys that are not strings are omitted.
@@ -275,16 +275,20 @@ def _inside(section: Section, config: EffectiveConfig) -> dict[str, GivenKey]:
 
 
 def _settings_edit(
-    path: Path, inside: Mapping[str, GivenKey], new: Mapping[str, Any], config: EffectiveConfig, places: Iterable[str]
+    path: Path,
+    settings_keys: Mapping[str, GivenKey],
+    new: Mapping[str, Any],
+    config: EffectiveConfig,
+    places: Iterable[str],
 ) -> MappingEdit:
     """Return the edit of the mapping of settings. Prefixes of axolotl's keys, which are deprecated, are removed."""
     entries = dict(_entries(new, config))
     replacements: _Replacements = {}
-    for name, given in inside.items():
+    for name, given in settings_keys.items():
         plain = name.removeprefix(PREFIX)
         if config.reader is X1 and given.is_read and plain in entries:
             replacements[name] = [(plain, entries.pop(plain))]
-        elif _goes(given, new):
+        elif _is_removed(given, new):
             replacements[name] = []
         elif config.reader is X1 and plain != name:
             replacements[name] = [(plain, given.value)]
@@ -295,17 +299,17 @@ def _settings_edit(
     return MappingEdit(path=path, replacements=replacements | {place: [*entries.items()]})
 
 
-def _goes(given: GivenKey, new: Mapping[str, Any]) -> bool:
+def _is_removed(given: GivenKey, new: Mapping[str, Any]) -> bool:
     """Return whether to remove a key: FSDP2 does not use it, ``new`` sets it, or FSDP1 ignored it but FSDP2 would
     read it."""
-    return given.row is None or given.row.name in (*_GONE, *new) or not given.is_read
+    return given.row is None or given.row.name in (*_REMOVED, *new) or not given.is_read
 
 
-def _words(config: EffectiveConfig, strategy: ShardingStrategy, *, offloads: bool) -> str | list[str]:
+def _fsdp_options(config: EffectiveConfig, strategy: ShardingStrategy, *, offloads: bool) -> str | list[str]:
     """Return the options of ``fsdp`` with another strategy, as a string or a list, as in the file."""
     is_on = {strategy.name.lower(): True, "offload": offloads, "auto_wrap": config["auto_wrap_policy"] != "NO_WRAP"}
-    words = [word for word in is_on if is_on[word]]
-    return words if isinstance(config.around["fsdp"], list) else " ".join(words)
+    options = [name for name in is_on if is_on[name]]
+    return options if isinstance(config.around["fsdp"], list) else " ".join(options)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -318,10 +322,10 @@ def settings_in_place(config: EffectiveConfig, run: RunConfig) -> Iterator[Setti
     reader, strategy = config.reader, config["sharding_strategy"]
     if strategy is not None:
         reshards = run.config.reshard_after_forward is not False
-        strategy = _alike(strategy, is_hybrid=strategy.is_hybrid, reshards=reshards)
+        strategy = _strategy_like(strategy, is_hybrid=strategy.is_hybrid, reshards=reshards)
         if config.key_of("fsdp") is not None:
-            words = _words(config, strategy, offloads=run.config.cpu_offload)
-            yield Setting(key="fsdp", value=words, fields=("reshard_after_forward", "cpu_offload"))
+            options = _fsdp_options(config, strategy, offloads=run.config.cpu_offload)
+            yield Setting(key="fsdp", value=options, fields=("reshard_after_forward", "cpu_offload"))
         if reader is A1:
             key = usual_place(_SETTINGS["sharding_strategy"], is_transformers=False)
             yield Setting(key=key, value=strategy.name, fields=("reshard_after_forward",))
@@ -348,7 +352,7 @@ def usual_place(row: Row, *, is_transformers: bool) -> str:
     return name if row.group == BESIDE else f"{row.group}.{prefix}{name}"
 
 
-def _alike(strategy: ShardingStrategy, *, is_hybrid: bool, reshards: bool) -> ShardingStrategy:
+def _strategy_like(strategy: ShardingStrategy, *, is_hybrid: bool, reshards: bool) -> ShardingStrategy:
     """Return the first strategy with these properties; ``strategy`` itself if it has them."""
     of_kind = (each for each in (strategy, *ShardingStrategy) if each.is_hybrid is is_hybrid)
     return next(each for each in of_kind if each.reshards_after_forward is reshards)

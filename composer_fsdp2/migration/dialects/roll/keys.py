@@ -66,20 +66,20 @@ def count_of(devices: Any) -> int | None:
     Of strings, which ROLL evaluates, lists, ranges and their sums are parsed.
     """
     try:
-        listed = _listed(ast.parse(devices.strip(), mode="eval").body) if isinstance(devices, str) else devices
+        listed = _evaluated(ast.parse(devices.strip(), mode="eval").body) if isinstance(devices, str) else devices
         return len(listed) if isinstance(listed, list | tuple | range) else None
     except (SyntaxError, ValueError, TypeError, MemoryError, OverflowError):
         return None
 
 
-def _listed(node: ast.expr) -> Any:
+def _evaluated(node: ast.expr) -> Any:
     match node:
         case ast.Call(func=ast.Name(id="list"), args=[argument], keywords=[]):
-            return _listed(argument)
+            return _evaluated(argument)
         case ast.Call(func=ast.Name(id="range"), args=arguments, keywords=[]):
             return range(*map(ast.literal_eval, arguments))
         case ast.BinOp(op=ast.Add()):
-            return [*_listed(node.left), *_listed(node.right)]
+            return [*_evaluated(node.left), *_evaluated(node.right)]
     return ast.literal_eval(node)
 
 
@@ -91,7 +91,7 @@ def dtype_of(name: str | None, default: str) -> str:
     return default if name is None else DTYPES[name.lower()]
 
 
-def word_of(dtype: str) -> str:
+def dtype_name_of(dtype: str) -> str:
     return next((name for name, each in DTYPES.items() if each == dtype), dtype)
 
 
@@ -99,9 +99,9 @@ def reduced_in(worker: Effective) -> str:
     return dtype_of(worker.given.get("reduce_dtype"), "float32" if worker["enable_mix_precision"] else "bfloat16")
 
 
-def _reduce_word(run: RunConfig) -> str:
+def _reduce_dtype_name(run: RunConfig) -> str:
     precision = run.config.mixed_precision
-    return word_of(precision.reduce_dtype or precision.param_dtype or "float32")
+    return dtype_name_of(precision.reduce_dtype or precision.param_dtype or "float32")
 
 
 def _mesh(size: int, worker: Worker) -> MeshSpec:
@@ -148,7 +148,7 @@ def _wrap_policy(run: RunConfig) -> dict[str, Any] | None:
     return {key: value for key, value in policy.items() if value} or None
 
 
-def _recomputed(disabled: bool, worker: Worker) -> ActivationCheckpointing:
+def _activation_checkpointing(disabled: bool, worker: Worker) -> ActivationCheckpointing:
     reentrant = worker["model_args.gradient_checkpointing_use_reentrant"]
     if not worker.is_training or disabled:
         return ActivationCheckpointing()
@@ -179,31 +179,31 @@ def _prefixes(worker: Worker) -> list[str]:
     return [*map(str, given)] if isinstance(given, list) else [] if given is None else str(given or "").split(",")
 
 
-def _numbered(worker: Worker) -> str:
+def _numbered_prefix(worker: Worker) -> str:
     """Return the first prefix that ends with a digit, and so also matches longer numbers (``layers.1`` and
     ``layers.10``)."""
     return next((each for each in _prefixes(worker) if each[-1:].isdigit()), "")
 
 
-def _open(worker: Worker) -> str:
+def _prefix_without_dot(worker: Worker) -> str:
     """Return the first prefix that does not end with a dot."""
     return next((each for each in _prefixes(worker) if not each.endswith(".")), "")
 
 
-def _is_undivided(worker: Worker) -> bool:
+def _has_too_few_shards(worker: Worker) -> bool:
     """Return whether there are fewer shards than ranks of a sequence."""
     size, shards = worker["model_args.ulysses_size"], worker["fsdp_size"]
     return isinstance(size, int) and isinstance(shards, int) and shards < size  # an interpolation is read elsewhere
 
 
-def _odd_size(size: int, worker: Worker) -> str:
+def _size_problem(size: int, worker: Worker) -> str:
     ranks = worker.num_ranks
     if ranks is None or not 1 < size < ranks or ranks % size == 0:
         return ""
     return f"the {ranks} ranks of device_mapping are not a multiple of it; use {divisors_text(ranks)}"
 
 
-def _odd_group(group: Any, worker: Worker) -> str:
+def _group_problem(group: Any, worker: Worker) -> str:
     size, ranks = worker["fsdp_size"], worker.num_ranks
     shards = size if isinstance(size, int) and 1 < size < (ranks or size + 1) else ranks
     if type(group) is not int or shards is None or shards % group == 0:
@@ -242,11 +242,11 @@ _RESHARD = takes_if(
 )
 # fmt: off
 _ulysses = cases(
-    case(lambda value, worker: _is_undivided(worker) and "fsdp_size" in worker.given, Outcome.NEEDS_DECISION,
+    case(lambda value, worker: _has_too_few_shards(worker) and "fsdp_size" in worker.given, Outcome.NEEDS_DECISION,
         reason=lambda worker: f"ROLL fails with it, because fsdp_size {worker['fsdp_size']} is smaller: no run was "
         "trained so",
         hint=lambda worker: f"set fsdp_size to {worker['model_args.ulysses_size']} or more, or ulysses_size to 1"),
-    case(lambda value, worker: _is_undivided(worker), _APPROXIMATE,
+    case(lambda value, worker: _has_too_few_shards(worker), _APPROXIMATE,
         hint=lambda worker: f"ROLL fails where fsdp_size is smaller, and its default is {worker['fsdp_size']}"),
 )
 # ROLL freezes each parameter whose name starts with a prefix; here a prefix ends at a dot.
@@ -256,20 +256,21 @@ _freeze = cases(
     case(lambda value, worker: any(each != each.strip() for each in _prefixes(worker)), Outcome.NEEDS_DECISION,
         reason="releases of ROLL that keep the spaces around a comma freeze nothing by such a prefix",
         hint="as written: remove the spaces; as such a release trained: remove the prefix"),
-    case(lambda value, worker: _numbered(worker) != "", Outcome.NEEDS_DECISION,
-        reason=lambda worker: f"ROLL freezes all names that start with {_numbered(worker)}, also those of "
-        f"{_numbered(worker)}0; here it ends at a dot",
-        hint=lambda worker: f"{_numbered(worker)}. for this module alone; or name each of them"),
-    case(lambda value, worker: _open(worker) != "", _APPROXIMATE,
-        reason=lambda worker: f"here {_open(worker)} ends at a dot; ROLL also freezes {_open(worker)}_2, if the model "
+    case(lambda value, worker: _numbered_prefix(worker) != "", Outcome.NEEDS_DECISION,
+        reason=lambda worker: f"ROLL freezes all names that start with {_numbered_prefix(worker)}, also those of "
+        f"{_numbered_prefix(worker)}0; here it ends at a dot",
+        hint=lambda worker: f"{_numbered_prefix(worker)}. for this module alone; or name each of them"),
+    case(lambda value, worker: _prefix_without_dot(worker) != "", _APPROXIMATE,
+        reason=lambda worker: f"here {_prefix_without_dot(worker)} ends at a dot; ROLL also freezes "
+        f"{_prefix_without_dot(worker)}_2, if the model "
         "has such a name",
         hint="name the others, too, if any; a prefix with a dot at its end is the same in both"),
 )
 ROWS: tuple[Lens, ...] = (
     Lens(name="strategy_name", default="fsdp2_train", outcome=Outcome.EXACT, target="fully_shard",
         takes=one_of(*STRATEGIES), meaning="training or inference with FSDP2", reason="both shard with fully_shard"),
-    Lens(name="fsdp_size", is_told=True, default=1, outcome=Outcome.EXACT, target="mesh", takes=INT,
-        wrong=_odd_size,
+    Lens(name="fsdp_size", reports_default=True, default=1, outcome=Outcome.EXACT, target="mesh", takes=INT,
+        wrong=_size_problem,
         read={"mesh": _mesh},
         write=_shards, decide=cases(
             case(lambda size, worker: size <= 1 or (worker.num_ranks is not None and size >= worker.num_ranks),
@@ -289,15 +290,15 @@ ROWS: tuple[Lens, ...] = (
     Lens(name="param_dtype",
         read={"mixed_precision.param_dtype": lambda value, worker: dtype_of(value, "bfloat16"),
             "precision": lambda value, worker: PRECISIONS.get(dtype_of(value, "bfloat16"), "fp32")},
-        write=lambda run: word_of(run.config.mixed_precision.param_dtype or "float32"), is_told=True, default="bf16",
-        outcome=Outcome.EXACT, target="MixedPrecisionPolicy(param_dtype)", takes=_DTYPE,
+        write=lambda run: dtype_name_of(run.config.mixed_precision.param_dtype or "float32"), reports_default=True,
+        default="bf16", outcome=Outcome.EXACT, target="MixedPrecisionPolicy(param_dtype)", takes=_DTYPE,
         meaning="the dtype in which parameters are gathered and computed with",
         reason="the same argument of fully_shard; null is the default"),
-    Lens(name="reduce_dtype", is_told=True, default="float32", outcome=Outcome.EXACT,
+    Lens(name="reduce_dtype", reports_default=True, default="float32", outcome=Outcome.EXACT,
         target="MixedPrecisionPolicy(reduce_dtype)", takes=_DTYPE,
-        read={"mixed_precision.reduce_dtype": lambda value, worker: reduced_in(worker)}, write=_reduce_word,
+        read={"mixed_precision.reduce_dtype": lambda value, worker: reduced_in(worker)}, write=_reduce_dtype_name,
         decide=lambda finding, worker: replace(finding, value=worker.given.get("reduce_dtype") or
-            word_of(reduced_in(worker))), meaning="the dtype in which gradients are reduced",
+            dtype_name_of(reduced_in(worker))), meaning="the dtype in which gradients are reduced",
         reason="the same argument of fully_shard; null is the default"),
     Lens(name="enable_mix_precision", default=True, outcome=Outcome.EXACT, target="MixedPrecisionPolicy(reduce_dtype)",
         takes=BOOL, fields=("mixed_precision.reduce_dtype",),
@@ -305,9 +306,9 @@ ROWS: tuple[Lens, ...] = (
             reason="reduce_dtype is set, and takes precedence")),
         meaning="whether an implicit reduce_dtype is float32 (true) or bf16 (false)",
         reason="sets reduce_dtype if the file does not; later ROLL only"),
-    Lens(name="reshard_after_forward", is_told=True, default=None, outcome=Outcome.EXACT,
+    Lens(name="reshard_after_forward", reports_default=True, default=None, outcome=Outcome.EXACT,
         target="reshard_after_forward",
-        takes=_RESHARD, wrong=_odd_group,
+        takes=_RESHARD, wrong=_group_problem,
         read={"reshard_after_forward": lambda value, worker: True if value is None else value},
         write=lambda run: run.config.reshard_after_forward,
         decide=cases(case(lambda value, worker: value is None, reason="torch's own choice: freed in all units but the "
@@ -332,7 +333,7 @@ ROWS: tuple[Lens, ...] = (
         outcome=Outcome.EXACT, target="units", takes=_CLASSES,
         meaning="the classes whose modules are units; by default the model's _no_split_modules",
         reason="modules of these classes are units"),
-    Lens(name="wrap_policy.wrap_embeddings", fields=("wrap.embeddings",), is_told=True, default=False,
+    Lens(name="wrap_policy.wrap_embeddings", fields=("wrap.embeddings",), reports_default=True, default=False,
         outcome=Outcome.EXACT, target="units", takes=BOOL,
         decide=cases(case(lambda value, worker: not value, reason="against its guide, ROLL still makes each embedding "
         "a unit that is not tied to the output")), meaning="whether the input embedding is a separate unit",
@@ -366,7 +367,7 @@ ROWS: tuple[Lens, ...] = (
         default=None, outcome=Outcome.EXACT, target="tiled_mlp", only_with="apply_tiled_mlp", decide=_tiling,
         meaning="the model whose MLP class is replaced; by default all that ROLL knows",
         reason="names the class of the MLPs"),
-    Lens(name="async_save_ckpt", is_told=True, default=True, outcome=Outcome.EXACT, target="async_save",
+    Lens(name="async_save_ckpt", reports_default=True, default=True, outcome=Outcome.EXACT, target="async_save",
         takes=BOOL,
         read={"async_save": lambda value, worker: worker.is_training and value},
         write=lambda run: run.async_save, decide=cases(
@@ -424,8 +425,8 @@ ROWS: tuple[Lens, ...] = (
         outcome=Outcome.APPROXIMATE, target="units", neutral=(None,),
         meaning="layers with a LoRA adapter; ROLL makes each adapter a unit",
         reason="adapters stay inside their layer's unit: the same numbers with fewer and larger gathers"),
-    Lens(name="model_args.disable_gradient_checkpointing", is_told=True, default=False, outcome=Outcome.EXACT,
-        target="activation_checkpointing", takes=BOOL, read={"activation_checkpointing": _recomputed},
+    Lens(name="model_args.disable_gradient_checkpointing", reports_default=True, default=False, outcome=Outcome.EXACT,
+        target="activation_checkpointing", takes=BOOL, read={"activation_checkpointing": _activation_checkpointing},
         write=lambda run: not run.config.activation_checkpointing.checkpoint,
         decide=cases(
             case(lambda value, worker: value, Outcome.UNNEEDED, reason="activations are stored"),

@@ -73,7 +73,7 @@ class RollDialect(Dialect):
     interpolates = True  # Hydra's compose, and OmegaConf.to_container(resolve=True)
     keeps_files = True
     closed_degree = "shard_degree"
-    words = ("strategy_args",)
+    key_prefixes = ("strategy_args",)
     heads = (("strategy_args", (("strategy_name", "fsdp2_train"),)), ("strategy_config", ()))
     silent = (Section.at(_PATH, _FILE),)
 
@@ -86,7 +86,7 @@ class RollDialect(Dialect):
         worker = _worker(section)
         norm = worker.around.get("max_grad_norm", GRAD_NORM)
         is_number = norm is None or INT.fits(norm) or isinstance(norm, float)
-        findings = list(worker.findings(_other))
+        findings = list(worker.findings(_unknown_key_finding))
         if not is_number:
             findings.append(implicit("max_grad_norm", Outcome.NEEDS_DECISION, "it takes a number", value=norm))
         run = None
@@ -148,7 +148,7 @@ def _worker(section: Section) -> Worker:
     return Worker(given=given, rows=BY_NAME, around=section.around, mappings=tuple(mappings))
 
 
-def _other(key: str, value: Any) -> Finding:
+def _unknown_key_finding(key: str, value: Any) -> Finding:
     """Return the finding of a key without a row."""
     if key in _OF_OTHERS:
         usual = Finding(key=key, value=value, outcome=Outcome.NEEDS_DECISION, reason="", known=False)

@@ -72,7 +72,7 @@ class TorchTitanDialect(Dialect):
     suffix = ".toml"
     closed_degree = "replicate_degree"  # only the number of shards may be open
     has_own_models = keeps_files = True
-    words = ("parallelism", "activation_checkpoint", "mixed_precision_", "local_batch_size", "flavor")
+    key_prefixes = ("parallelism", "activation_checkpoint", "mixed_precision_", "local_batch_size", "flavor")
     silent = (Section.at(("parallelism",), {"parallelism": {}}),)
 
     def find(self, path: Path, values: Mapping[str, Any], parent: Mapping[str, Any]) -> Path | None:
@@ -83,14 +83,17 @@ class TorchTitanDialect(Dialect):
 
     def read(self, section: Section) -> Reading:
         file = effective(section)
-        wrap, told = units_of(section.around)
+        wrap, description = units_of(section.around)
         units = implicit(
             "units",
             Outcome.APPROXIMATE,
-            f"TorchTitan's units stand in its code: {told}; the numbers do not depend on which modules are units",
+            f"TorchTitan's units stand in its code: {description}; the numbers do not depend on which modules are "
+            "units",
         )
-        findings = file.findings(lambda key, value: _other(section, key, value), lambda key: _short(section, key))
-        rows = {_short(section, key): row for key, row in NAMES.items() if key in file.given}
+        findings = file.findings(
+            lambda key, value: _unknown_key_finding(section, key, value), lambda key: _report_name(section, key)
+        )
+        rows = {_report_name(section, key): row for key, row in NAMES.items() if key in file.given}
         return Reading(
             run=RunConfig.of_fields({**file.fields(), **_FIXED, "wrap": wrap}) if file.is_valid else None,
             findings=(*findings, units, *_IMPLICIT),
@@ -139,17 +142,17 @@ def effective(section: Section) -> Effective:
     return Effective(given=given, rows=NAMES, around=around, mappings=_TABLES)
 
 
-def _short(section: Section, name: str) -> str:
+def _report_name(section: Section, name: str) -> str:
     """Return the name of a key for the report, without the section's table."""
     return name.removeprefix(f"{section.place}.")
 
 
-def _other(section: Section, key: str, value: Any) -> Finding:
+def _unknown_key_finding(section: Section, key: str, value: Any) -> Finding:
     """Return the finding of a key without a row."""
     table, _, name = key.rpartition(".")
     known = [each.rpartition(".")[2] for each in (*NAMES, *_OTHERS) if each.rpartition(".")[0] == table]
     extension = next((found for each in _EXTENSIONS if (found := find_at(section.around, each.split(".")))), None)
     hint = f"{extension}, which the file names, may know it" if extension else "remove it"
-    finding = replace(unknown_key(name, value, known, _UNKNOWN, hint), key=_short(section, key))
+    finding = replace(unknown_key(name, value, known, _UNKNOWN, hint), key=_report_name(section, key))
     reason = "it has to do with neither sharding nor memory"
     return replace(idle(finding, reason), known=True) if key in _OTHERS else finding

@@ -159,7 +159,7 @@ def test_it_is_read_as_accelerate_reads_it(
 ) -> None:
     """accelerate's own file defaults to stage 2 and a norm of 1; DeepSpeed's JSON has other defaults for stage, norm
     and dtype."""
-    found = with_settings(open_document(ACCELERATE), reader_of(values), to="composer", alone=True)
+    found = with_settings(open_document(ACCELERATE), reader_of(values), to="composer", allow_unreferenced=True)
     assert found is not None
     settings = read_first(found.text).details.settings
     meant = of_accelerate(tmp_path, monkeypatch, ACCELERATE, values)
