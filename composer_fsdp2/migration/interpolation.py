@@ -64,7 +64,7 @@ def resolve(values: Any, public_values: Collection[str] = (), *, place: str = ""
     """Resolve the interpolations in the values of a file.
 
     Args:
-        words: Values that keys accept, in lower case. These are not secrets.
+        public_values: Values that keys accept, in lower case. These are not secrets.
         place: A prefix for error messages.
     Raises:
         ConfigError: the expansion is too large.

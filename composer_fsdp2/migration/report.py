@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_fsdp2.config.findings import Finding, Outcome
-from composer_fsdp2.config.text import and_more, lines_and_more, short, text_width
+from composer_fsdp2.config.text import and_more, lines_and_more, text_width
 from composer_fsdp2.migration.files import FileResult, State
 
 # Version of the object that ``--json`` prints, which SCHEMA describes; a new version means that programs must change.

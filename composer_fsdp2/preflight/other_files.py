@@ -237,7 +237,7 @@ def _translated_config(file: RunFile, dialect: Dialect, section: Section, world_
 def _open_findings(reading: Reading, expression: Expression) -> list[Finding]:
     """Return findings that need a decision or change the sharding in any target system.
 
-    Findings of settings that Composer lacks are omitted here, because ``_translated`` adds them.
+    Findings of settings that Composer lacks are omitted here, because ``_translated_config`` adds them.
     """
     findings, _ = with_losses(reading.findings, expression.losses, reading, _COMPOSER)
     lost = {name for each in expression.losses if not each.is_kept for name in each.fields[:1]}

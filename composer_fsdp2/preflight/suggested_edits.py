@@ -41,7 +41,7 @@ def replanning(path: str | Path, **options: Any) -> Iterator[Replan]:
     """Yield a function that reads an edited text as a run, from a temporary folder. The user's file is not modified.
 
     Args:
-        how: Keyword arguments of ``read_run``.
+        options: Keyword arguments of ``read_run``.
     """
     with tempfile.TemporaryDirectory() as folder:
         edited = Path(folder, Path(path).name)

@@ -194,7 +194,7 @@ def with_settings(
 
     Args:
         to: The name of the target system; None: the document's own.
-        alone: Whether to migrate a document that is a DeepSpeed JSON itself.
+        allow_unreferenced: Whether to migrate a document that is a DeepSpeed JSON itself.
     Raises:
         ConfigError: the referenced file is not JSON, or accelerate rejects it; the message has file and line.
     """
