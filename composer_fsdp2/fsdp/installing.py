@@ -8,6 +8,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as FSDP
 
 from composer_fsdp2._torch.private_names import FSDP1Wrapper
 from composer_fsdp2._torch.scaler import ShardedGradScaler
+from composer_fsdp2.fsdp.dcp import patch_dcp
 from composer_fsdp2.fsdp.optimizers import note_optimizers
 from composer_fsdp2.fsdp.wrapper import FullyShardedDataParallel
 from composer_fsdp2.sharding.confirmation import shows_units
@@ -30,6 +31,8 @@ class InstalledFSDP:
         note_optimizers()
         self._shows_units = show_units
         if not _active:
+            # Before DCP's name is replaced: our class would report units of fully_shard to DCP as FSDP1 instances.
+            patch_dcp(FullyShardedDataParallel)
             _imported.update(sys.modules)
             _rebound.extend(_rebind(_CLASSES))
         _active.append(self)

@@ -194,13 +194,15 @@ if "RANK" not in os.environ:
 
 
 def assert_trains(folder: Path, launcher: list[Any], source: str, fsdp1: dict[str, Any]) -> None:
-    """Checks that the script, launched with ``composer-fsdp2 run``, trains on FSDP2 with FSDP1's losses, and that its
-    folder is unchanged."""
+    """Checks that the script, launched with ``composer-fsdp2 run``, trains on FSDP2 with FSDP1's losses, saves a full
+    checkpoint, and that its folder is unchanged."""
     (folder / "scripts").mkdir()
     (folder / "scripts" / "train.py").write_text(source)
-    ours = run_all({"ours": [*launcher, "run", "scripts/train.py", "--out", "out.json", *TRAINING]}, folder)["ours"]
+    words = ["scripts/train.py", "--out", "out.json", "--save-folder", "saved", *TRAINING]
+    ours = run_all({"ours": [*launcher, "run", *words]}, folder)["ours"]
     assert ours.code == 0 and (folder / "out.json").exists(), f"{ours.out}\n{ours.err}"
     assert [path.name for path in (folder / "scripts").iterdir()] == ["train.py"]
+    assert (folder / "saved/ep0-ba4-rank0.pt").is_file()
     trained = json.loads((folder / "out.json").read_text())
     assert "FullyShardedDataParallel" not in trained["kinds"]
     assert "FSDPModule" in trained["kinds"]
