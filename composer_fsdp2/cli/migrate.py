@@ -284,7 +284,7 @@ def _notes(report: Report, options: Migrate) -> Iterator[str]:
     for result in report.results:
         if result.is_skipped and (result.is_foreign or (is_one and not options.quiet)):
             yield f"{result.path}: {result.done}" if is_one else result.done
-    if (options.quiet or (options.show is Show.DIFF and not is_one)) and (decisions := report.decisions()):
+    if (options.quiet or options.show is Show.DIFF) and (decisions := report.decisions()):
         yield decisions
     if options.show is Show.TEXT and not options.force and any(result.exit_code == 1 for result in report.results):
         yield "composer-fsdp2: a finding needs a decision; --force prints the new text anyway"

@@ -158,7 +158,7 @@ class Outcome(Value):
         for run in self.runs:
             timed = run.throughput
             memory = human_bytes(max(batch.memory_bytes for batch in run.batches))
-            interval = f"{timed.low:.4g} to {timed.high:.4g} s"
+            interval = f"{timed.low:.4g} to {timed.high:.4g} s" if timed.batches > 1 else "-"
             seconds = f"{timed.median_s:.4g} s"
             yield [run.title, str(run.num_units), seconds, interval, f"{timed.samples_per_s:.4g}", memory]
 

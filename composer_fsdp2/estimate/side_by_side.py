@@ -115,9 +115,12 @@ def _several_lines(steps: Mapping[int, PlannedStep | str]) -> Iterator[str]:
     yield from table_lines(Table(("ranks", *columns), tuple(rows)))
     if first.bounds is not None:
         yield from wrapped("≥ and ≤ are bounds, which no step beats; GPU h: GPU hours for 1 B tokens")
+    sizes: dict[str, list[str]] = {}
     for world_size, step in steps.items():
-        if why := _why_not(step):
-            yield from wrapped(why, begin=f"{world_size} ranks: ", max_lines=3)
+        sizes.setdefault(_why_not(step), []).append(f"{world_size}")
+    for why, of_sizes in sizes.items():
+        if why:
+            yield from wrapped(why, begin=f"{', '.join(of_sizes)} ranks: ", max_lines=3)
     yield from wrapped(_verdict(steps, planned), begin="verdict: ")
 
 
@@ -138,7 +141,8 @@ def _verdict(steps: Mapping[int, PlannedStep | str], planned: Mapping[int, Plann
             else "cannot run on"
         )
         by_answer.setdefault(answer, []).append(f"{world_size}")
-    return "; ".join(f"{answer} {', '.join(sizes)} ranks" for answer, sizes in by_answer.items())
+    verdict = "; ".join(f"{answer} {', '.join(sizes)} ranks" for answer, sizes in by_answer.items())
+    return verdict + ("; findings need a decision" if any(step.blocking for step in planned.values()) else "")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -168,6 +172,7 @@ def against_text(step: PlannedStep, other: PlannedStep) -> str:
     settings = settings_table(step, other)
     lines = [*table_lines(figures_table(step, other))]
     lines += table_lines(settings) if settings.rows else ["the settings do not differ"]
+    lines += [line for each in step.blocking for line in wrapped(str(each), begin="needs a decision: ")]
     return joined(lines)
 
 

@@ -412,7 +412,8 @@ def _write(
         raise ConfigError(f"{target}: the new text is {migration.suffix[1:].upper()}; let its name end so")
     target.parent.mkdir(parents=True, exist_ok=True)
     _replace(target, migration.after, like=source.file if source.content is None else None)
-    return f"written to {target}"
+    is_blocked = migration.exit_code and not migration.is_changed
+    return f"written to {target}" + ("; unchanged, because a finding needs a decision" if is_blocked else "")
 
 
 def _target(migration: Migration, source: SourceFile, folder: Path) -> Path:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from composer_fsdp2.config.findings import Finding, Outcome, format_findings
-from composer_fsdp2.config.text import printable, short
+from composer_fsdp2.config.text import nearest_names, printable, short
 from composer_fsdp2.config.value import Value
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.changes import Change, change_section
@@ -303,11 +303,16 @@ def _sections(file: _File, dialect: str | None, at: str | None) -> list[tuple[Di
     found = _sections_at(file, found, dialect, str(at)) if is_placed else _outermost(file, found)
     if not found:
         _refuse_unreadable(file, dialects)
+        if not document.problem and (key := _misspelt_section(file.values_for(dialects[0]), dialects)):
+            raise ForeignSystemError(
+                f"{document.name}:{nearest_line(document, (key[0],))}:1: {key[0]} configures "
+                f"nothing; did you mean {key[1]}?"
+            )
         names = " or ".join(", ".join(system.name for system in dialects).rsplit(", ", 1))
         raise NothingToMigrateError(
             document.problem
-            or f"{document.name}:1:1: nothing here configures sharding with keys of {names}; where a section "
-            "stands under another name, --at PATH and --dialect NAME say where, and whose it is"
+            or f"{document.name}:1:1: nothing here configures sharding with keys of {names}; for a section "
+            "with another name, give --at PATH and --dialect NAME"
         )
     if document.problem:
         raise ConfigError(document.problem)
@@ -316,6 +321,14 @@ def _sections(file: _File, dialect: str | None, at: str | None) -> list[tuple[Di
         place = ".".join(map(str, found[0][1]))
         raise file.error(found[0][1], f"{place} stands behind an interpolation; write it out there")
     return written
+
+
+def _misspelt_section(values: Any, dialects: Sequence[Dialect]) -> tuple[str, str] | None:
+    """Return the first top-level mapping whose key resembles the name of an FSDP section, and that name."""
+    heads = {head for system in dialects for head, _ in system.heads if "fsdp" in head}
+    keys = [key for key, value in values.items() if isinstance(value, Mapping)] if isinstance(values, Mapping) else []
+    near = ((key, next(iter(nearest_names(key, heads, 1, likeness=0.85)), None)) for key in keys)
+    return next(((str(key), name) for key, name in near if name is not None), None)
 
 
 def _own_system(file: _File, found: Sequence[tuple[Dialect, Path]]) -> Dialect:

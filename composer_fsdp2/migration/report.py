@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_fsdp2.config.findings import Finding, Outcome
-from composer_fsdp2.config.text import and_more, lines_and_more, text_width
+from composer_fsdp2.config.text import and_more, lines_and_more, short, text_width
 from composer_fsdp2.migration.files import FileResult, State
 
 # Version of the object that ``--json`` prints, which SCHEMA describes; a new version means that programs must change.
@@ -102,7 +102,7 @@ class Report:
         width = text_width(sys.maxsize)
         texts = []
         for findings in sorted(by_reason.values(), key=len, reverse=True):
-            values = and_more(list(dict.fromkeys(repr(each.value) for each in findings)), _SHOWN_VALUES)
+            values = and_more(list(dict.fromkeys(short(each.value) for each in findings)), _SHOWN_VALUES)
             text = f"  {len(findings)} x {findings[0].sentence(values)}"
             texts.append(textwrap.fill(text, width, subsequent_indent=" " * 6, break_on_hyphens=False))
             if num_places:

@@ -31,7 +31,9 @@ def find_model_config(path: str | Path | None, name: str | None = None) -> Path:
     if path is not None:
         file = Path(path) / FILE if Path(path).is_dir() else Path(path)
         if not str(path) or not file.is_file():
-            raise ConfigError(f"--model-config {path}: there is no file {file}")
+            is_hub_name = str(path).count("/") == 1 and file.suffix != ".json"
+            why = _missing(str(path)) if is_hub_name else f"there is no file {file}"
+            raise ConfigError(f"--model-config {path}: {why}")
         return file
     if name is None:
         raise ConfigError("this file does not name a model; give its config.json with --model-config")

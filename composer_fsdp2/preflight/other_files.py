@@ -12,6 +12,7 @@ from torch import nn
 
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
 from composer_fsdp2.config.sharding import ActivationCheckpointing
+from composer_fsdp2.config.text import nearest_names
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.dialect import Dialect, Expression, Reading, Section, overlaps, with_losses
 from composer_fsdp2.migration.dialects import DIALECTS
@@ -23,6 +24,7 @@ from composer_fsdp2.migration.dialects.composer.around import (
     tensor_degree,
 )
 from composer_fsdp2.migration.dialects.fingerprints import foreign_system
+from composer_fsdp2.migration.interpolated import leaves
 from composer_fsdp2.migration.lens import decides
 from composer_fsdp2.migration.paths import find_at, has_path, value_at
 from composer_fsdp2.preflight.batch_keys import read_batches
@@ -142,6 +144,20 @@ def _read_model_config(file: RunFile) -> _Config:
     return _Config(section=section, dialect=_COMPOSER, fsdp=fsdp, precision=precision, findings=tuple(findings))
 
 
+def _check_overrides(file: RunFile, dialect: Dialect) -> None:
+    """Raise ConfigError for an override that resembles a key of the file or of the dialect, but is neither."""
+    document: Any = file.document.values
+    known = {name for row in dialect.rows for name in (row.name, *dialect.places(row))}
+    known |= {".".join(map(str, path[:depth])) for _, path in leaves(document, ()) for depth in range(1, len(path) + 1)}
+    for key in (each.partition("=")[0] for each in file.overrides):
+        if key not in known and not has_path(document, tuple(key.split("."))):
+            near = nearest_names(key, known, 1, likeness=0.93)
+            if near:
+                raise ConfigError(
+                    f"{key}: neither {file.path} nor {dialect.target} has this key; did you mean {near[0]}?"
+                )
+
+
 def _first_section(file: RunFile, world_size: int) -> _Config:
     if other := foreign_system(file.values):
         raise ConfigError(f"{file.path}: this is a configuration of {other.name}, which is not read: {other.advice}")
@@ -156,6 +172,7 @@ def _first_section(file: RunFile, world_size: int) -> _Config:
             f"{file.path}: nothing here configures sharding, and it is no model's config.json (which has a model_type)"
         )
     dialect, path = found[0]
+    _check_overrides(file, dialect)
     around = values[dialect.name]
     section = Section.at(path, around)
     config = (

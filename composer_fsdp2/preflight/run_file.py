@@ -88,7 +88,7 @@ class RunFile:
         """
         overrides = tuple(overrides)
         if not path.is_file():
-            raise ConfigError(f"no such file: {path}")
+            raise ConfigError(f"{path} is a folder; give a file" if path.is_dir() else f"no such file: {path}")
         if path.suffix.lower() not in SUFFIXES:
             raise ConfigError(
                 f"{path}: a run can be planned from {', '.join(SUFFIXES)} files; for a script give the file that "

@@ -277,6 +277,26 @@ def test_a_long_value_is_shortened_among_the_reasons(folder: Path):
     assert "[0, 1, 2" in decisions and len(decisions.splitlines()[0]) < 300
 
 
+def test_a_diff_that_cannot_be_made_has_its_reason(folder: Path):
+    """``migrate FILE --diff`` printed nothing and exited with 1."""
+    done = run(folder, "decide.yaml", "--diff")
+    assert (done.code, done.out) == (1, "") and "did you mean sharding_strategy?" in done.err
+
+
+def test_a_forced_text_that_stays_the_same_is_named(folder: Path):
+    """The user would take the file for migrated."""
+    done = run(folder, "decide.yaml", "--force", "-o", "out.yaml")
+    assert done.code == 1 and "written to out.yaml; unchanged, because a finding needs a decision" in done.out
+
+
+def test_a_misspelt_section_is_named_in_a_folder(folder: Path):
+    """Such a run trains without FSDP, and the file was only counted."""
+    write(folder, {"runs/a.yaml": GOOD.replace("fsdp_config", "fsdp_confg"), "runs/b.yaml": GOOD})
+    done = run(folder / "runs", ".", "--check")
+    assert done.code == 0 and "a.yaml:1:1: fsdp_confg configures nothing; did you mean fsdp_config?" in done.err
+    assert run(folder / "runs", "a.yaml", "--check").code == 2
+
+
 def test_a_bar_takes_nothing_from_the_output(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """A progress bar must not redirect the output: `migrate runs --diff > runs.patch` on a terminal would write an
     empty patch and show the diff on the screen."""
@@ -500,7 +520,10 @@ def test_a_script_is_told_how_it_trains(tmp_path: Path):
     """For a train.py, `a mapping is expected at the top of the file` would not help its user."""
     write(tmp_path, {"train.py": "import torch\n"})
     done = run(tmp_path, "train.py", "--check")
-    assert done.code == 2 and "this is Python" in done.err and "run train.py" in done.err
+    assert done.code == 2 and "this is Python" in done.err
+    assert "torchrun --nproc-per-node 8 -m composer_fsdp2 run train.py" in done.err
+    write(tmp_path, {"train.py": "from composer import Trainer\n"})
+    assert "composer -n 8 -m composer_fsdp2 run train.py" in run(tmp_path, "train.py", "--check").err
 
 
 ROLL_WORKER = "strategy_args: {strategy_name: fsdp2_train, strategy_config: {fsdp_size: 2}}\n"

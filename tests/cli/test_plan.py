@@ -286,7 +286,7 @@ ODD: dict[str, tuple[list[Any], dict[str, str], str]] = {
     "against nothing": (["run.yaml", *SIZES, "--against", "none.yaml"], {}, "no such file: none.yaml"),
     "nowhere": (["run.yaml", *SIZES, "--html", "nowhere/plan.html"], {}, "no such folder: nowhere"),
     # the file
-    "a folder": ([".", *SIZES], {}, "no such file: ."),
+    "a folder": ([".", *SIZES], {}, ". is a folder"),
     "empty": (["odd.yaml", *SIZES], {"odd.yaml": ""}, "odd.yaml:1:1: a mapping is expected"),
     "a list": (["odd.yaml", *SIZES], {"odd.yaml": "- 1"}, "odd.yaml:1:1: a mapping is expected"),
     "broken": (["odd.yaml", *SIZES], {"odd.yaml": "a: [1\nb: }"}, "odd.yaml:2:2"),
@@ -343,6 +343,16 @@ ODD: dict[str, tuple[list[Any], dict[str, str], str]] = {
         "use 1, 2 or 4",
     ),
     # overrides on the command line
+    "a change of a misspelt key": (
+        ["run.yaml", "mixed_precison=fp16", *SIZES],
+        {},
+        "mixed_precison: neither run.yaml nor accelerate has this key; did you mean mixed_precision?",
+    ),
+    "a model of the Hub": (
+        ["run.yaml", *SIZES, "--model-config", "meta-llama/Llama-2-7b-hf"],
+        {},
+        "huggingface-cli download meta-llama/Llama-2-7b-hf config.json",
+    ),
     "a word": (["run.yaml", "nonsense", *SIZES], {}, "nonsense is neither an option nor KEY=VALUE"),
     "a change of no key": (["run.yaml", "=3", *SIZES], {}, "=3 is neither an option nor KEY=VALUE"),
     "a change that is no YAML": (["run.yaml", "a=[1", *SIZES], {}, "a=[1: ParserError"),

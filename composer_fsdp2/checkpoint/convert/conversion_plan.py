@@ -16,7 +16,7 @@ from composer_fsdp2.checkpoint.inventory import OPTIMIZERS, CheckpointInventory
 from composer_fsdp2.checkpoint.layouts import LayoutWriter, written_layouts
 from composer_fsdp2.checkpoint.layouts._layout import OutputFile, WriteRequest
 from composer_fsdp2.checkpoint.trees import dotted, integer_keys
-from composer_fsdp2.config.text import and_more, human_bytes, lines_and_more
+from composer_fsdp2.config.text import and_more, did_you_mean, human_bytes, lines_and_more
 from composer_fsdp2.errors import CheckpointError, ConfigError
 
 _SHOWN = 12
@@ -155,7 +155,7 @@ def check_options(to: str, files: int | None, dtype: torch.dtype | None) -> Layo
     """The writer of the layout ``to``. Raises ConfigError for options that the layout does not support."""
     known = written_layouts()
     if to not in known:
-        raise ConfigError(f"to={to!r}: expected one of {', '.join(known)}")
+        raise ConfigError(f"to={to!r}: expected one of {', '.join(known)}{did_you_mean(to, known)}")
     if files is not None and not 1 <= files <= (known[to].max_files or files):
         raise ConfigError(f"files={files}: a {to} checkpoint has {'one file' if files > 1 else 'at least one'}")
     if dtype is not None and not dtype.is_floating_point:

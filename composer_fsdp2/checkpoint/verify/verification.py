@@ -20,10 +20,11 @@ from composer_fsdp2.checkpoint.pickles.trust import UntrustedError
 from composer_fsdp2.checkpoint.records import damage_of
 from composer_fsdp2.checkpoint.verify.comparing import Comparison
 from composer_fsdp2.checkpoint.verify.structure import Structure
-from composer_fsdp2.config.text import and_more
+from composer_fsdp2.config.text import and_more, lines_and_more
 from composer_fsdp2.config.value import Value
 from composer_fsdp2.errors import CheckpointError
 
+_SHOWN_FAULTS = 20
 _NUM_THREADS = 2  # a copy from the page cache takes about as long as the CRC32
 
 
@@ -67,8 +68,9 @@ class VerifyReport(Value):
         lines = [
             f"{self.path}: {self.layout}, {self.num_records} records, {self.num_bytes} bytes, {self.seconds:.1f} s"
         ]
-        for fault in (*self.faults, *self.differences):
-            lines.append(f"{fault.kind.value}: {fault}")
+        found = [f"{fault.kind.value}: {fault}" for fault in (*self.faults, *self.differences)]
+        if found:
+            lines.append(lines_and_more(found, _SHOWN_FAULTS))
         if self.bookkeeping:
             names = and_more([each.name for each in self.bookkeeping], 3)
             lines.append(
@@ -79,8 +81,8 @@ class VerifyReport(Value):
             return "\n".join([*lines, "the structure is ok; no content was checked: --against OTHER compares it"])
         equal = f", equal to {self.against}" if self.against else ""
         counts = {"fault": len(self.faults), "difference": len(self.differences)}
-        found = [f"{count} {noun}{'s' if count > 1 else ''}" for noun, count in counts.items() if count]
-        return "\n".join([*lines, f"ok{equal}" if self.ok else ", ".join(found)])
+        totals = [f"{count} {noun}{'s' if count > 1 else ''}" for noun, count in counts.items() if count]
+        return "\n".join([*lines, f"ok{equal}" if self.ok else ", ".join(totals)])
 
     def to_json(self) -> dict[str, Any]:
         return {**Value.to_json(self), "ok": self.ok}

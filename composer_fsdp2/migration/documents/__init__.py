@@ -56,9 +56,10 @@ def open_document(text: str, name: str = "<text>", suffix: str = "") -> Document
         ConfigError: The text is not in this format; the message has file, line and column.
     """
     if name.lower().endswith(".py"):
+        launcher = "composer -n" if "composer" in text else "torchrun --nproc-per-node"
         raise ConfigError(
-            f"{name}:1:1: this is Python, and configurations are YAML, TOML or JSON; a script trains as it is: "
-            f"composer -n 8 -m composer_fsdp2 run {name}"
+            f"{name}:1:1: this is Python, and configurations are YAML, TOML or JSON; the script trains unchanged: "
+            f"{launcher} 8 -m composer_fsdp2 run {name}"
         )
     document = format_of(suffix or name)(text, name)
     if isinstance(document, YamlDocument) and text.lstrip("\ufeff \t\r\n").startswith("{"):
