@@ -152,6 +152,10 @@ class Plan(Command):
             if self.inter is None
             else parse_bandwidth(self.inter, "--inter-gbps"),
         )
+        options = {"--flops": self.flops, "--intra-gbps": self.intra, "--inter-gbps": self.inter}
+        given = ", ".join(f"{name} {value}" for name, value in options.items() if value is not None)
+        if given:
+            machine = replace(machine, sources=(*machine.sources, f"but {given}" if machine.sources else given))
         return machine if machine.has_any_speed else None
 
     def world_sizes(self) -> tuple[int | None, ...]:

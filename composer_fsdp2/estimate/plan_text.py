@@ -172,12 +172,14 @@ def bounds_table(step: PlannedStep) -> Table:
     bounds = step.bounds
     if bounds is None:
         return Table((), ())
-    rows = [
-        ("computing", human_seconds(bounds.compute_s)),
-        ("sending in nodes", human_seconds(bounds.intra_s)),
-        ("sending between nodes", human_seconds(bounds.inter_s)),
-        ("all without overlap", human_seconds(bounds.serial_s)),
-    ]
+    machine = bounds.machine
+    of_speeds = (
+        (machine.flops, "computing", bounds.compute_s),
+        (machine.intra_bytes_per_s, "sending in nodes, the least bytes", bounds.intra_s),
+        (machine.inter_bytes_per_s, "sending between nodes, the least bytes", bounds.inter_s),
+    )
+    rows = [(name, human_seconds(seconds)) for speed, name, seconds in of_speeds if speed]
+    rows.append(("all without overlap", human_seconds(bounds.serial_s)))
     if bounds.exposed_s is not None:
         rows.append(("exposed communication", f"at least {human_seconds(bounds.exposed_s)}"))
     if bounds.mfu_at_most is not None:
@@ -215,9 +217,9 @@ def shown_findings(step: PlannedStep) -> list[Finding]:
 def _findings(step: PlannedStep) -> Iterator[str]:
     found = shown_findings(step)
     for finding in found[:_SHOWN_FINDINGS]:
-        yield from wrapped(str(finding), begin="finding: ", max_lines=2)
-    if len(found) > _SHOWN_FINDINGS:
-        yield f"and {len(found) - _SHOWN_FINDINGS} more findings; --json has them all"
+        yield from wrapped(str(finding), begin="finding: ", max_lines=4 if finding.outcome.blocks else 2)
+    if (more := len(found) - _SHOWN_FINDINGS) > 0:
+        yield f"and {more} more finding{'s' * (more > 1)}; --json has them all, with their lines in the file"
     for note in step.estimate.notes:
         yield from wrapped(note, begin="note: ")
 

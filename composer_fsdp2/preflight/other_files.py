@@ -100,6 +100,16 @@ def read_other_file(file: RunFile, request: Request) -> tuple[nn.Module, Trainin
         longest=longest_sequence(model),
     )
     findings = [*config.findings, *batches.findings]
+    if config.dialect.name == "torchtitan" and config.tensor_degree > 1:
+        reason = (
+            "TorchTitan shards the sequence between tensor-parallel layers, and the loss over the vocabulary; here "
+            "both are full on each rank, so this peak is higher than TorchTitan's"
+        )
+        findings.insert(0, assumed("activations between layers", "full sequences", reason))
+    longest = longest_sequence(model)
+    if longest is not None and batches.sequence > longest:
+        reason = f"the model's configuration has {longest} positions"
+        findings.insert(0, assumed("sequence", batches.sequence, reason))
     if config.adapter and request.model is None:
         adapter = Finding(
             key="adapter",

@@ -135,6 +135,20 @@ def test_several_world_sizes_are_rows(folder: Path):
     assert done.code == 2 and done.err.count("\n") == 1 and "world size 0" in done.err
 
 
+def test_speeds_of_the_command_line_are_printed(folder: Path):
+    """The text had the source of the GPU's own link beside bounds at another speed, and rows of 0 s without a speed."""
+    gpu = run_here(folder, "plan", "run.yaml", *SIZES, "--gpu", "h100", "--inter-gbps", "50Gb/s").out
+    assert "but --inter-gbps 50Gb/s" in " ".join(gpu.split()) and "  computing " in gpu
+    link = run_here(folder, "plan", "run.yaml", *SIZES, "--inter-gbps", "50Gb/s").out
+    assert "  --inter-gbps 50Gb/s\n" in link and "  computing " not in link and "sending in nodes" not in link
+
+
+def test_more_tokens_than_positions_are_a_finding(folder: Path):
+    positions = CONFIG.get("max_position_embeddings", 2048)  # of Llama
+    words = ["plan", "run.yaml", *SIZES, "--no-activations", "--sequence", 2 * positions]
+    assert f"the model's configuration has {positions} positions" in " ".join(run_here(folder, *words).out.split())
+
+
 def test_two_plans_stand_side_by_side(folder: Path):
     """The figures of two strategies stand in one table, with the settings that cause the difference."""
     fsdp = FILE["fsdp_config"] | {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}  # type: ignore[operator]
