@@ -1,16 +1,28 @@
-"""A small tokenizer and a streaming dataset, made from local text; nothing is downloaded."""
+"""Make a small tokenizer and a streaming dataset from local text; nothing is downloaded.
 
+``python demo/data.py`` makes those of ``yamls/mpt-tiny-fsdp1.yaml``; ``make demo`` does so too.
+"""
+
+import importlib.util
 import shutil
 from pathlib import Path
 
 import numpy as np
+from omegaconf import OmegaConf
 from streaming import MDSWriter
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-__all__ = ["make_data"]
+__all__ = ["local_texts", "make_data"]
 
 END_OF_TEXT = "<|endoftext|>"
+
+
+def local_texts() -> list[Path]:
+    """Files that are equal in every installation of the pinned stack, so the losses are equal too."""
+    spec = importlib.util.find_spec("composer")
+    assert spec is not None and spec.origin is not None, "`make demo` installs Composer"
+    return sorted((Path(spec.origin).parent / "core").glob("*.py"))
 
 
 def make_data(folder: Path, texts: list[Path], *, vocabulary: int, length: int) -> int:
@@ -46,3 +58,12 @@ def _train_tokenizer(documents: list[str], vocabulary: int) -> PreTrainedTokeniz
     )
     tokenizer.train_from_iterator(documents, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
+
+
+if __name__ == "__main__":
+    root = Path(__file__).resolve().parent.parent
+    config = OmegaConf.load(root / "yamls" / "mpt-tiny-fsdp1.yaml")
+    folder = root / "demo" / "out" / "data"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    count = make_data(folder, local_texts(), vocabulary=config.model.vocab_size, length=config.max_seq_len)
+    print(f"{count} samples of {config.max_seq_len} tokens in {folder}")

@@ -4,7 +4,6 @@ Prints the outcome of each FSDP1 key and the losses of both runs side by side, a
 about a minute on two cores; on a machine with two or more GPUs it uses up to four of them.
 """
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import matplotlib
 import torch
-from data import make_data
+from data import local_texts, make_data
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -45,14 +44,14 @@ def main() -> int:
     OUT.mkdir(parents=True, exist_ok=True)
 
     console.rule("1. a tokenizer and a streaming dataset, from the text of Composer's sources")
-    num_samples = make_data(OUT / "data", _texts(), vocabulary=config.model.vocab_size, length=config.max_seq_len)
+    num_samples = make_data(OUT / "data", local_texts(), vocabulary=config.model.vocab_size, length=config.max_seq_len)
     console.print(f"{num_samples} samples of {config.max_seq_len} tokens in {_shown(OUT / 'data')}")
 
     console.rule(f"2. real FSDP1, {num_ranks} {kind}: {last} batches, a checkpoint after {resume_at}")
     launch = ["-n", str(num_ranks)]
     fsdp1 = _train("FSDP1", [*launch, "demo/fsdp1.py", str(YAML)], last)
 
-    console.rule("3. what becomes of the YAML's fsdp_config")
+    console.rule("3. the outcome of each key of the YAML's fsdp_config")
     console.print(
         translate(config.fsdp_config, precision=config.precision, world_size=num_ranks).explain(), soft_wrap=True
     )
@@ -68,13 +67,6 @@ def main() -> int:
 
 def _batches(duration: str) -> int:
     return int(str(duration).removesuffix("ba"))
-
-
-def _texts() -> list[Path]:
-    """Local text that is equal for every installation of the pinned stack, and so the losses are equal, too."""
-    spec = importlib.util.find_spec("composer")
-    assert spec is not None and spec.origin is not None, "`make demo` installs Composer"
-    return sorted((Path(spec.origin).parent / "core").glob("*.py"))
 
 
 def _train(name: str, arguments: Sequence[str], last: int, done: int = 0) -> dict[int, float]:
