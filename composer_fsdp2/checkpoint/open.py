@@ -279,7 +279,9 @@ def _only(folder: Path) -> Located:
     if len(files) == 1:
         return files[0]
     if files:
-        raise NotACheckpointError(f"{folder}: holds {len(files)} checkpoints; name one: {listing(folder)}")
+        folders = [each for each in sorted(_entries(folder)) if each.is_dir() and recognized(each) is not None]
+        names = [each.name for each in (*folders, *(file.path for file in files))]
+        raise NotACheckpointError(f"{folder}: contains {len(names)} checkpoints; name one: {and_more(names, 8)}")
     raise NotACheckpointError(f"{folder}: {unrecognized(folder)}")
 
 

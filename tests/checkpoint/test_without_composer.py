@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,23 @@ def test_other_folders_are_refused_with_their_keys(folder: str):
     dcp.save({"model": {"w": torch.ones(2)}, "step": 3}, checkpoint_id=folder)
     with pytest.raises(CheckpointError, match=r"not by Composer.*model, step"):
         inspect_checkpoint(folder)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
+@on_ranks(1)
+def test_accelerates_own_folders_name_what_is_not_read(folder: str):
+    """``inspect`` said "no optimizer state" of a folder with ``optimizer.bin``, and named files that are none."""
+    import accelerate
+
+    model = torch.nn.Linear(2, 2)
+    accelerator = accelerate.Accelerator(cpu=True)
+    prepared, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.save_state(f"{folder}/ddp")
+    [remark] = inspect_checkpoint(f"{folder}/ddp").remarks
+    assert "not read: optimizer.bin, random_states_0.pkl" in remark
+    sharded = Path(folder) / "sharded"
+    dcp.save({"model": prepared.state_dict()}, checkpoint_id=sharded / "pytorch_model_fsdp_0")
+    for rank in range(2):
+        torch.save({}, sharded / f"random_states_{rank}.pkl")
+    with pytest.raises(CheckpointError, match=r"contains .* checkpoints; name one: pytorch_model_fsdp_0"):
+        inspect_checkpoint(sharded)

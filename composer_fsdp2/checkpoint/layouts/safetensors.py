@@ -1,6 +1,7 @@
 """Hugging Face's weights: ``model.safetensors``, or its shards with ``model.safetensors.index.json``."""
 
 import json
+import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -45,6 +46,8 @@ from composer_fsdp2.errors import CheckpointError
 _NAME = "safetensors"
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+# What accelerate's save_state writes beside the weights.
+_ACCELERATE = re.compile(r"(optimizer|scheduler|sampler|scaler)(_\d+)?\.(bin|pt)|random_states_\d+\.pkl")
 
 # safetensors' own names (its README, "Format").
 _DTYPES = {
@@ -103,11 +106,19 @@ def _read(path: Path, trust: bool) -> CheckpointInventory:
         objects={},
         files=file_sizes(*files, *extra),
         writer=Writer(),
-        remarks=("weights alone: no optimizer state, schedulers, timestamp or random states",),
+        remarks=(_remark(folder),),
         holds_only=MODEL,
         name_prefix=MODEL_PREFIX,
         hugging_face=folder if has_config(folder) else None,
     )
+
+
+def _remark(folder: Path) -> str:
+    """State that the weights have no training state, or that it is in files of accelerate beside them."""
+    names = sorted(file.name for file in folder.iterdir() if _ACCELERATE.fullmatch(file.name))
+    if names:
+        return f"weights alone: accelerate's files beside them are not read: {and_more(names, 8)}"
+    return "weights alone: no optimizer state, schedulers, timestamp or random states"
 
 
 def _files(path: Path) -> list[Path]:
