@@ -99,7 +99,7 @@ _SHARDED = r"(^|\.)(fsdp|deepspeed)\w*(\.|=.)"
 _BY_HAND = "`composer-fsdp2 explain --all` has the keys of an fsdp_config to write by hand"
 _MIGRATED = "and the file can be migrated"
 
-# Prefixes of keys, as ``Dialect.words``: most files of these systems have such a key.
+# Prefixes of keys, as ``Dialect.key_prefixes``: most files of these systems have such a key.
 FOREIGN_KEY_PREFIXES = (
     *("actor_rollout_ref", "_component_", "zero_optimization", "deepspeed", "strategy_name", "distributed_type"),
     *_OF_DEEPSPEED,
