@@ -113,7 +113,7 @@ def _lines(text: str) -> list[str]:
 
 
 def may_configure(content: bytes) -> bool:
-    """Return whether a file may have a section: one of its keys has a prefix in ``Dialect.words``.
+    """Return whether a file may have a section: one of its keys has a prefix in ``Dialect.key_prefixes``.
 
     A fast first filter for the files of a folder, most of which do not configure sharding.
     """
