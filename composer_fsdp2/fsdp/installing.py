@@ -1,5 +1,6 @@
 """``install_fsdp``: replaces FSDP1's class in unmodified scripts and libraries."""
 
+import importlib
 import sys
 from collections.abc import Collection, Iterator
 from types import ModuleType, TracebackType
@@ -8,7 +9,6 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as FSDP
 
 from composer_fsdp2._torch.private_names import FSDP1Wrapper
 from composer_fsdp2._torch.scaler import ShardedGradScaler
-from composer_fsdp2.fsdp.dcp import patch_dcp
 from composer_fsdp2.fsdp.optimizers import note_optimizers
 from composer_fsdp2.fsdp.wrapper import FullyShardedDataParallel
 from composer_fsdp2.sharding.confirmation import shows_units
@@ -16,6 +16,10 @@ from composer_fsdp2.sharding.confirmation import shows_units
 # torch's class -> the replacement.
 _CLASSES: dict[type, type] = {FSDP1Wrapper: FullyShardedDataParallel, FSDP1GradScaler: ShardedGradScaler}
 
+
+# Not rebound: our class would report all units of fully_shard to DCP as FSDP1 instances. ``patch_dcp`` patches it
+# when our class shards its first model.
+_DCP = "torch.distributed.checkpoint.state_dict"
 
 # Active installs; the bindings that the first one replaced, and the modules imported before it.
 _active: list["InstalledFSDP"] = []
@@ -31,8 +35,7 @@ class InstalledFSDP:
         note_optimizers()
         self._shows_units = show_units
         if not _active:
-            # Before DCP's name is replaced: our class would report units of fully_shard to DCP as FSDP1 instances.
-            patch_dcp(FullyShardedDataParallel)
+            importlib.import_module(_DCP)  # binds torch's class; a later import would bind ours
             _imported.update(sys.modules)
             _rebound.extend(_rebind(_CLASSES))
         _active.append(self)
@@ -101,7 +104,8 @@ def _rebind(classes: dict[type, type], without: Collection[str] = ()) -> Iterato
     """
     by_id = {id(old): new for old, new in classes.items()}  # some values warn on attribute access
     for path, module in list(sys.modules.items()):
-        if path in without or path.partition(".")[0] == "composer_fsdp2" or not isinstance(module, ModuleType):
+        is_excluded = path in without or path == _DCP or path.partition(".")[0] == "composer_fsdp2"
+        if is_excluded or not isinstance(module, ModuleType):
             continue
         for name in [name for name, value in list(vars(module).items()) if id(value) in by_id]:
             new = by_id[id(vars(module)[name])]
