@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_fsdp2.errors import ConfigError, IncompatibleVersionError
-from composer_fsdp2.sharding.confirmation import shows_units
+from composer_fsdp2.sharding.confirmation import list_units, stop_listing_units
 
 from .optimizers import update_local_shards_of_all
 from .seams import Seam, registered_seams, replace, restore
@@ -70,11 +70,13 @@ def fsdp2(*, show_units: bool = False) -> Iterator[None]:
     """
     outermost = not is_installed()
     install()
-    before = shows_units.set(show_units)
+    caller = object()
+    if show_units:
+        list_units(caller)
     try:
         yield
     finally:
-        shows_units.reset(before)
+        stop_listing_units(caller)
         if outermost:
             uninstall()
 

@@ -18,7 +18,7 @@ from composer_fsdp2.config.text import and_more
 from composer_fsdp2.fsdp1.attributes import log_replacement
 from composer_fsdp2.prepare import prepare_fully_shard
 from composer_fsdp2.sharding.agree import all_gather_object
-from composer_fsdp2.sharding.confirmation import confirm
+from composer_fsdp2.sharding.confirmation import confirm, lists_units
 from composer_fsdp2.sharding.sharded import is_sharded, reshard
 from composer_fsdp2.training.full_params import summon_full_params
 from composer_fsdp2.training.run import run_of
@@ -40,7 +40,7 @@ def _confirm(model: nn.Module) -> None:
     """Print a summary of the sharded model on rank 0, so the user sees that FSDP2 is used."""
     plan = run_of(model).plan
     if plan is not None:
-        confirm(plan.summary, [plan])
+        confirm(plan.summary, [plan], with_units=lists_units())
 
 
 def warn_of_fsdp1(model: nn.Module) -> None:

@@ -65,7 +65,7 @@ def main() -> None:
     """
     is_of_script = sys.argv[1:2] in (["run"], ["train"])
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # characters that a terminal cannot show become escapes
+        if isinstance(stream, io.TextIOWrapper):  # escape characters that a terminal cannot show
             with contextlib.suppress(OSError):  # reconfigure fails on a stream without a position
                 # Files are UTF-8 in every locale.
                 encoding = None if is_of_script or stream.isatty() else "utf-8"

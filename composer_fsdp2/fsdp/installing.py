@@ -11,7 +11,7 @@ from composer_fsdp2._torch.private_names import FSDP1Wrapper
 from composer_fsdp2._torch.scaler import ShardedGradScaler
 from composer_fsdp2.fsdp.optimizers import note_optimizers
 from composer_fsdp2.fsdp.wrapper import FullyShardedDataParallel
-from composer_fsdp2.sharding.confirmation import shows_units
+from composer_fsdp2.sharding.confirmation import list_units, stop_listing_units
 
 # torch's class -> the replacement.
 _CLASSES: dict[type, type] = {FSDP1Wrapper: FullyShardedDataParallel, FSDP1GradScaler: ShardedGradScaler}
@@ -33,13 +33,13 @@ class InstalledFSDP:
 
     def __init__(self, *, show_units: bool) -> None:
         note_optimizers()
-        self._shows_units = show_units
+        if show_units:
+            list_units(self)
         if not _active:
             importlib.import_module(_DCP)  # binds torch's class; a later import would bind ours
             _imported.update(sys.modules)
             _rebound.extend(_rebind(_CLASSES))
         _active.append(self)
-        _update_shows_units()
 
     def uninstall(self) -> None:
         """Restore torch's classes, also in modules imported after ``install_fsdp``. Existing models are not changed.
@@ -49,7 +49,7 @@ class InstalledFSDP:
         if self not in _active:
             return
         _active.remove(self)
-        _update_shows_units()
+        stop_listing_units(self)
         if _active:
             return
         back = {ours: theirs for theirs, ours in _CLASSES.items()}
@@ -87,10 +87,6 @@ def install_fsdp(*, show_units: bool = False) -> InstalledFSDP:
         'composer_fsdp2.fsdp.wrapper'
     """
     return InstalledFSDP(show_units=show_units)
-
-
-def _update_shows_units() -> None:
-    shows_units.set(any(each._shows_units for each in _active))
 
 
 def active_fsdp_class() -> type:

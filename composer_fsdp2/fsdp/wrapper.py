@@ -49,7 +49,7 @@ from composer_fsdp2.fsdp.planning import initializers_of, plan_instances
 from composer_fsdp2.fsdp1.state_dicts import FULL, STATIC_METHODS, rekey_optim_state_dict, set_state_dict_type
 from composer_fsdp2.parallel.order import execute_plan
 from composer_fsdp2.sharding.agree import agree, require_process_group
-from composer_fsdp2.sharding.confirmation import confirm, shows_units, summary_line
+from composer_fsdp2.sharding.confirmation import confirm, lists_units, summary_line
 from composer_fsdp2.sharding.modules import parameter_at
 from composer_fsdp2.sharding.plan import ShardingPlan
 from composer_fsdp2.training.clipping import clip_grad_norm_
@@ -441,13 +441,13 @@ def _shard(made: list[FullyShardedDataParallel], plan: ShardingPlan, mesh: Devic
         instance.register_load_state_dict_post_hook(_clean_keys)
         set_state_dict_type(instance, FULL)
     # Only now: scripts that wrap by hand wrap the units before the root.
-    hooks_of(root).before_first_forward = functools.partial(_confirm, root, plan, shows_units.get())
+    hooks_of(root).before_first_forward = functools.partial(_confirm, root, plan, lists_units())
 
 
-def _confirm(root: FullyShardedDataParallel, plan: ShardingPlan, lists_units: bool) -> None:
+def _confirm(root: FullyShardedDataParallel, plan: ShardingPlan, with_units: bool) -> None:
     units = [name for name, each in root.named_modules() if isinstance(each, FullyShardedDataParallel)]
     summary = summary_line(len(units), plan.mesh.size, plan.strategy)
-    confirm(summary, (f"  {without_wrappers(name) or 'root'}" for name in units if lists_units))
+    confirm(summary, (f"  {without_wrappers(name) or 'root'}" for name in units), with_units=with_units)
 
 
 def _remove_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:

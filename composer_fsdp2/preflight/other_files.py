@@ -91,13 +91,14 @@ def read_other_file(file: RunFile, request: Request) -> tuple[nn.Module, Trainin
         config = replace(config, fsdp=_apply_selective_recomputation(model, config.fsdp, config.selective))
     context = config.fsdp.get("context_parallel_degree") or 1
     num_shared = config.tensor_degree * (context if isinstance(context, int) else 1)
+    longest = longest_sequence(model)
     batches = read_batches(
         config.dialect.name,
         config.section,
         num_data_ranks=max(request.world_size // num_shared, 1),
         microbatch=request.microbatch,
         sequence=request.sequence,
-        longest=longest_sequence(model),
+        longest=longest,
     )
     findings = [*config.findings, *batches.findings]
     if config.dialect.name == "torchtitan" and config.tensor_degree > 1:
@@ -106,7 +107,6 @@ def read_other_file(file: RunFile, request: Request) -> tuple[nn.Module, Trainin
             "both are full on each rank, so this peak is higher than TorchTitan's"
         )
         findings.insert(0, assumed("activations between layers", "full sequences", reason))
-    longest = longest_sequence(model)
     if longest is not None and batches.sequence > longest:
         reason = f"the model's configuration has {longest} positions"
         findings.insert(0, assumed("sequence", batches.sequence, reason))

@@ -12,6 +12,7 @@ from support.on_ranks import on_ranks
 from support.oracle import FSDP1, FSDP2, few_modules
 from support.trainers import make_trainer
 
+from composer_fsdp2 import install_fsdp
 from composer_fsdp2.compat import fsdp2
 
 pytestmark = pytest.mark.composer
@@ -31,6 +32,16 @@ def test_rank_0_prints_what_the_model_was_sharded_into():
     told = "composer_fsdp2: 3 units on FSDP2 (2 ranks, SHARD_GRAD_OP)\n" if dist.get_rank() == 0 else ""
     assert (told in summary and summary.count("composer_fsdp2:") == 1) if told else "composer_fsdp2" not in summary
     assert ("parameters, root" in units) == (dist.get_rank() == 0), units
+    assert "parameters, root" not in summary, summary
+
+
+@on_ranks(2)
+def test_units_stay_listed_where_a_library_replaces_fsdp1s_class():
+    """``run --show-units`` replaces both, and a library inside may call ``install_fsdp`` itself."""
+    with fsdp2(show_units=True), install_fsdp():
+        units = printed(show_units=False)
+    assert ("parameters, root" in units) == (dist.get_rank() == 0), units
+    assert "parameters, root" not in printed(show_units=False)
 
 
 @on_ranks(2)

@@ -33,7 +33,7 @@ def file_sizes(*paths: Path) -> tuple[tuple[Path, int], ...]:
 
 
 def with_records(value: Any, archive: Archive, path: EntryPath = ()) -> Any:
-    """Copy an unpickled value, with a ``TensorRecord`` in place of each tensor."""
+    """Copy an unpickled value; each tensor is replaced by a ``TensorRecord``."""
 
     def record(part: Any, where: EntryPath) -> Any:
         return of_stored_tensor(part, archive, dotted(where)) if isinstance(part, StoredTensor) else part
